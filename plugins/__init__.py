@@ -1,0 +1,1 @@
+"""Kernels and TensorRT plugins of trtllm-specprefill."""

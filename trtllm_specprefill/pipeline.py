@@ -1,0 +1,403 @@
+"""The order of the stages, the fallbacks and the clock.
+
+    prepare -> draft.score -> select -> make_plan -> target.stream
+
+The only place that knows all the stages. Anything that goes wrong before the target has given
+its first token falls back to the full prompt with a reason code; under `strict` it is raised
+instead. The draft runs at most once per request.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trtllm_specprefill.draft.base import Draft
+from trtllm_specprefill.draft.torch import TorchDraft
+from trtllm_specprefill.errors import (
+    ContextTooLong,
+    DegenerateScores,
+    DraftFailed,
+    DraftTimeout,
+    SpecPrefillError,
+    TargetFailed,
+    TokenizerMismatch,
+    UnsupportedModel,
+    UnsupportedPositions,
+)
+from trtllm_specprefill.fetch import Progress
+from trtllm_specprefill.importance import Importance
+from trtllm_specprefill.models import load_model
+from trtllm_specprefill.plan import (
+    Positions,
+    PrunePlan,
+    Reason,
+    check_fits,
+    dense_plan,
+    make_plan,
+    resolve_positions,
+)
+from trtllm_specprefill.prompt import Prompt, encode, prepare, tokenizer_difference
+from trtllm_specprefill.selection import select
+from trtllm_specprefill.settings import Sampling, Settings
+from trtllm_specprefill.target.base import FinishReason, Step, Target
+from trtllm_specprefill.target.torch import TorchTarget
+
+_log = logging.getLogger(__name__)
+
+Source = str | Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished answer and everything that led to it.
+
+    text, token_ids, finish_reason: the answer. prompt: as prepared, with the settings in force.
+    plan: what the target got and why. ttft_s: seconds from the request to the first token,
+    draft and all. stages: seconds by stage; those before `decode` add up to ttft_s.
+    sampling: all in force.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt: Prompt
+    plan: PrunePlan
+    ttft_s: float
+    stages: dict[str, float]
+    sampling: Sampling
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens after the first per second of decoding; None for an answer of one token."""
+        if len(self.token_ids) < 2:
+            return None
+        return (len(self.token_ids) - 1) / self.stages["decode"]
+
+    def report(self) -> dict[str, Any]:
+        """The same as plain JSON values, as the command line and the server print it."""
+        kept = self.plan.kept
+        return {
+            "text": self.text,
+            "reason": self.plan.reason.value,
+            "detail": self.plan.detail,
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": self.plan.prompt_tokens,
+            "kept_tokens": int(self.plan.input_ids.size),
+            "keep_rate": self.plan.keep_rate,
+            "kept_mass": kept.mass if kept else 1.0,
+            "positions": self.plan.positions,
+            "output_tokens": len(self.token_ids),
+            "ttft_s": self.ttft_s,
+            "stages": self.stages,
+            "decode_tokens_per_s": self.decode_tokens_per_s,
+            "settings": {**self.prompt.settings.model_dump(), **self.sampling.model_dump()},
+            "kept_spans": [
+                {"start": s.start, "end": s.end, "rule": s.rule}
+                for s in (kept.spans if kept else ())
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class Streamed(Step):
+    """A step of a streamed answer; the last one carries the whole `generation`."""
+
+    generation: Generation | None = None
+
+
+class SpecPrefill:
+    """A draft and a target, ready to answer.
+
+    draft None: every prompt goes to the target in full, reason `disabled`.
+    """
+
+    def __init__(self, draft: Draft | None, target: Target) -> None:
+        """Check once whether the two share a tokenizer."""
+        self.draft, self.target = draft, target
+        self.tokenizer_difference = (
+            None if draft is None else tokenizer_difference(draft.tokenizer, target.tokenizer)
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        draft: str | None = "smollm2-135m",
+        target: str = "smollm2-135m",
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        progress: Progress | None = None,
+    ) -> SpecPrefill:
+        """Load both models under torch; see `models.load_model` for names, dtype and device.
+
+        The same name twice loads one set of weights. Raises `InputError` for a model that
+        cannot be used, `UnsupportedModel` for a family whose attention cannot be captured.
+        """
+        target_model = load_model(target, dtype, device, progress)
+        if draft is None:
+            return cls(None, TorchTarget(target_model))
+        draft_model = (
+            target_model if draft == target else load_model(draft, dtype, device, progress)
+        )
+        return cls(TorchDraft(draft_model), TorchTarget(target_model))
+
+    def generate(
+        self,
+        source: Source,
+        *,
+        settings: Settings | None = None,
+        sampling: Sampling | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+        protect: Iterable[str] = (),
+        **knobs: Any,
+    ) -> Generation:
+        """Answer `source`, a text or chat messages, and say what was done.
+
+        knobs: any field of `Settings` or `Sampling` by name, `keep` for `keep_rate`.
+        Raises `InputError` for bad input, `ContextTooLong` for a prompt that does not fit even
+        pruned, `TargetFailed` when the target fails, and under strict whatever went wrong.
+        """
+        steps = self.stream(
+            source, settings=settings, sampling=sampling, tools=tools, protect=protect, **knobs
+        )
+        *_, last = steps
+        assert last.generation is not None
+        return last.generation
+
+    def stream(
+        self,
+        source: Source,
+        *,
+        settings: Settings | None = None,
+        sampling: Sampling | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+        protect: Iterable[str] = (),
+        **knobs: Any,
+    ) -> Iterator[Streamed]:
+        """Like `generate`, step by step; the last step carries the `Generation`.
+
+        Returns once the first token is known. Closing the iterator stops the work.
+        """
+        clock = _Clock()
+        settings, sampling = _with_knobs(settings, sampling, knobs)
+        prompt, plan = self._plan(source, settings, sampling, tools, protect, clock)
+        plan, first, rest = self._start(prompt, plan, sampling, clock)
+        ttft = clock.elapsed()
+
+        def steps() -> Iterator[Streamed]:
+            taken: list[Step] = []
+            with closing(rest):
+                for step in chain([first], rest):
+                    taken.append(step)
+                    if step.finish_reason is None:
+                        yield Streamed(step.text, step.token_ids)
+                        continue
+                    generation = Generation(
+                        text="".join(s.text for s in taken),
+                        token_ids=tuple(t for s in taken for t in s.token_ids),
+                        finish_reason=step.finish_reason,
+                        prompt=prompt,
+                        plan=plan,
+                        ttft_s=ttft,
+                        stages={**clock.stages, "decode": clock.elapsed() - ttft},
+                        sampling=sampling,
+                    )
+                    yield Streamed(step.text, step.token_ids, step.finish_reason, generation)
+
+        return steps()
+
+    def plan(
+        self,
+        source: Source,
+        *,
+        settings: Settings | None = None,
+        sampling: Sampling | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+        protect: Iterable[str] = (),
+        **knobs: Any,
+    ) -> tuple[Prompt, PrunePlan]:
+        """Everything before the target: the prepared prompt and the plan for it."""
+        settings, sampling = _with_knobs(settings, sampling, knobs)
+        return self._plan(source, settings, sampling, tools, protect, _Clock())
+
+    def predicted_gain(self, prompt: Prompt) -> float:
+        """Operations of a dense prefill over those of scoring and a pruned prefill."""
+        n = len(prompt.target)
+        budget = prompt.settings.budget(n)
+        pruned = self.target.operations(n if budget is None else budget)
+        if self.draft is not None:
+            pruned += self.draft.operations(len(prompt.draft), prompt.settings)
+        return self.target.operations(n) / pruned
+
+    def _plan(
+        self,
+        source: Source,
+        settings: Settings,
+        sampling: Sampling,
+        tools: Sequence[dict[str, Any]] | None,
+        protect: Iterable[str],
+        clock: _Clock,
+    ) -> tuple[Prompt, PrunePlan]:
+        pieces = list(protect)
+
+        def prepared(draft_tokenizer: Any) -> Prompt:
+            return prepare(
+                source,
+                target_tokenizer=self.target.tokenizer,
+                draft_tokenizer=draft_tokenizer,
+                settings=settings,
+                tools=tools,
+                protect=pieces,
+            )
+
+        own = self.draft.tokenizer if self.draft and self.tokenizer_difference else None
+        with clock.stage("prepare"):
+            try:
+                prompt = prepared(own)
+            except TokenizerMismatch as error:
+                if own is None or settings.strict:
+                    raise
+                prompt = prepared(None)
+                return prompt, _fallback(prompt, Reason.TOKENIZER_MISMATCH, error)
+        refusal = self._refusal(prompt)
+        if refusal is not None:
+            return prompt, dense_plan(prompt, *refusal)
+        try:
+            return prompt, self._pruned(prompt, sampling, clock)
+        except _FALLBACKS as error:
+            reason = next(r for kind, r in _REASONS.items() if isinstance(error, kind))
+            return prompt, _fallback(prompt, reason, error)
+
+    def _refusal(self, prompt: Prompt) -> tuple[Reason, str] | None:
+        """Why this prompt is not to be pruned at all, before the draft has run."""
+        settings, n = prompt.settings, len(prompt.target)
+        if not settings.enabled:
+            return Reason.DISABLED, "pruning is switched off"
+        if self.draft is None:
+            return Reason.DISABLED, "no draft is loaded"
+        if n < settings.threshold:
+            words = f"{n} tokens are fewer than the threshold of {settings.threshold}"
+            return Reason.BELOW_THRESHOLD, words
+        gain = self.predicted_gain(prompt) if settings.min_gain else 0.0
+        if gain < settings.min_gain:
+            words = f"the predicted gain of {gain:.2f} is below min_gain ({settings.min_gain})"
+            return Reason.PREDICTED_NO_GAIN, words
+        return None
+
+    def _pruned(self, prompt: Prompt, sampling: Sampling, clock: _Clock) -> PrunePlan:
+        assert self.draft is not None
+        positions = resolve_positions(
+            prompt.settings.positions,
+            self.target.position_support,
+            prompt_tokens=len(prompt.target),
+            max_tokens=sampling.max_tokens,
+            shared_tokenizer=prompt.shared_tokenizer,
+        )
+        with clock.stage("draft"):
+            importance = self._score(prompt)
+        clock.split("draft", importance.seconds)
+        with clock.stage("select"):
+            separator = self._separator_ids(prompt.settings, positions)
+            kept = select(prompt, importance, separator.size)
+        if kept.protected_exceeds_budget:
+            words = f"{kept.tokens} protected tokens exceed the budget of {kept.budget}"
+            return dense_plan(prompt, Reason.PROTECTED_EXCEEDS_BUDGET, words)
+        with clock.stage("plan"):
+            plan = make_plan(prompt, kept, positions, separator)
+            check_fits(plan, self.target.position_support.context, sampling.max_tokens)
+        return plan
+
+    def _score(self, prompt: Prompt) -> Importance:
+        assert self.draft is not None
+        try:
+            return self.draft.score(prompt.draft.ids, prompt.settings)
+        except SpecPrefillError:
+            raise
+        except Exception as error:  # foreign code: whatever it raises, the request is answered
+            _log.warning("draft %s failed", self.draft.name, exc_info=True)
+            raise DraftFailed(f"{type(error).__name__}: {error}") from error
+
+    def _separator_ids(self, settings: Settings, positions: Positions) -> NDArray[np.int32]:
+        if not settings.separator or positions == "original":
+            return np.zeros(0, dtype=np.int32)
+        return encode(self.target.tokenizer, settings.separator, special=False).ids
+
+    def _start(
+        self, prompt: Prompt, plan: PrunePlan, sampling: Sampling, clock: _Clock
+    ) -> tuple[PrunePlan, Step, Generator[Step, None, None]]:
+        """Prefill; on a failure of the pruned prompt once more with the full one."""
+        check_fits(plan, self.target.position_support.context, sampling.max_tokens)
+        try:
+            with clock.stage("target_prefill"):
+                rest = self.target.stream(plan, sampling)
+                return plan, next(rest), rest
+        except TargetFailed as error:
+            if plan.reason is not Reason.PRUNED:
+                raise
+            dense = _fallback(prompt, Reason.UNSUPPORTED_TARGET, error)
+        return self._start(prompt, dense, sampling, clock)
+
+
+# What keeps a prompt from being pruned, from the special to the general.
+_REASONS: dict[type[SpecPrefillError], Reason] = {
+    UnsupportedPositions: Reason.UNSUPPORTED_TARGET,
+    ContextTooLong: Reason.CONTEXT_TOO_LONG,
+    DegenerateScores: Reason.DEGENERATE_SCORES,
+    DraftTimeout: Reason.DRAFT_TIMEOUT,
+    DraftFailed: Reason.DRAFT_FAILED,
+    UnsupportedModel: Reason.DRAFT_FAILED,
+}
+_FALLBACKS = tuple(_REASONS)
+
+
+def _fallback(prompt: Prompt, reason: Reason, error: SpecPrefillError) -> PrunePlan:
+    """The dense plan with `reason`; under strict, `error` itself."""
+    if prompt.settings.strict:
+        raise error
+    return dense_plan(prompt, reason, str(error))
+
+
+def _with_knobs(
+    settings: Settings | None, sampling: Sampling | None, knobs: dict[str, Any]
+) -> tuple[Settings, Sampling]:
+    """Settings and sampling in force, single knobs by name put over the whole ones."""
+    values = {("keep_rate" if name == "keep" else name): value for name, value in knobs.items()}
+    drawn = {name: values.pop(name) for name in list(values) if name in Sampling.model_fields}
+    base = settings.model_dump(exclude_unset=True) if settings else {}
+    drawn_base = sampling.model_dump(exclude_unset=True) if sampling else {}
+    return Settings.of(**{**base, **values}).in_force(), Sampling.of(**{**drawn_base, **drawn})
+
+
+class _Clock:
+    """Seconds since the request came, and by stage."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        self.stages: dict[str, float] = {}
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._begin
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time of the block to stage `name`, also when it fails."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - begin
+
+    def split(self, name: str, parts: dict[str, float]) -> None:
+        """Put a stage's own parts in its place; what they leave over stays under its name."""
+        rest = self.stages.pop(name) - sum(parts.values())
+        self.stages.update(parts)
+        self.stages[name] = max(rest, 0.0)

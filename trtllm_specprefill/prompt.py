@@ -1,0 +1,425 @@
+"""Text or chat messages -> `Prompt`: one rendered text, tokenised for draft and target.
+
+The text is rendered once, with the target's chat template, since the target answers. Both
+tokenizers read that same text with character offsets, so whatever the draft finds important
+can be named in characters and found again in target tokens, whatever the two vocabularies
+are (the way of arXiv 2603.02631, without its second tokenisation).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from trtllm_specprefill.boundaries import Boundaries
+from trtllm_specprefill.errors import InputError, TokenizerMismatch
+from trtllm_specprefill.settings import Settings
+
+# Why a stretch of the prompt is kept. The order is the order of precedence where rules overlap.
+Rule = Literal["control", "system", "role", "marked", "last_user", "tail", "importance"]
+PROTECTION_RULES: tuple[Rule, ...] = ("control", "system", "role", "marked", "last_user", "tail")
+
+LONG_PROMPT, LONG_TAIL, SHORT_TAIL, TAIL_SHARE = 16_000, 512, 64, 32
+LAST_USER_SHARE = 4  # the last user message is kept whole where it fits in budget / 4
+
+
+@dataclass(frozen=True)
+class Span:
+    """Characters `[start, end)` of the rendered text, and the rule that keeps them."""
+
+    start: int
+    end: int
+    rule: Rule
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """One tokenizer's reading of a text.
+
+    ids: int32 `[N]`. starts, ends: int64 `[N]`, the characters `[starts[i], ends[i])` of
+    token i, non-decreasing; tokens that hold part of one character's bytes all carry the
+    whole character; a token that stands for no text (BOS) has starts == ends. White space that
+    a tokenizer leaves to no token belongs to the token after it.
+    """
+
+    ids: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return int(self.ids.size)
+
+    def overlapping(self, start: int, end: int) -> slice:
+        """Tokens that hold any character of `[start, end)`."""
+        first = int(np.searchsorted(self.ends, start, side="right"))
+        last = int(np.searchsorted(self.starts, end, side="left"))
+        return slice(first, max(first, last))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered prompt and all that the later stages need to know of it.
+
+    text: what the target reads, special tokens spelt out. draft, target: its two encodings;
+    the same object when both models share a tokenizer. protected: spans kept whatever their
+    importance, sorted, possibly overlapping. settings: the request's settings in force.
+    """
+
+    text: str
+    draft: Encoding
+    target: Encoding
+    protected: tuple[Span, ...]
+    settings: Settings
+
+    @property
+    def shared_tokenizer(self) -> bool:
+        """Whether draft and target read the same ids."""
+        return self.draft is self.target
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    protect: bool = False
+
+
+@dataclass(frozen=True)
+class _Content:
+    """Where one message's own text lies in the rendered text."""
+
+    start: int
+    end: int
+    role: str
+    protect: bool
+
+
+def prepare(
+    source: str | Sequence[dict[str, Any]],
+    *,
+    target_tokenizer: Any,
+    draft_tokenizer: Any | None = None,
+    settings: Settings | None = None,
+    tools: Sequence[dict[str, Any]] | None = None,
+    protect: Iterable[str] = (),
+) -> Prompt:
+    """Render, tokenise and protect.
+
+    source: a text (completion), or chat messages in OpenAI's form: role system, developer,
+        user, assistant or tool; content a text or a list of text parts; `tool_calls`; and our
+        own `"protect": true` on a message to keep it whole.
+    draft_tokenizer: None when the draft shares the target's (see `tokenizer_difference`).
+    tools: tool definitions in OpenAI's form; need a chat template that renders them.
+    protect: texts to keep wherever they occur in the prompt.
+    Raises `InputError` for anything malformed, naming the message and the field, and
+    `TokenizerMismatch` when an encoding cannot be aligned with the text.
+    """
+    settings = (settings or Settings()).in_force()
+    if isinstance(source, str):
+        if tools:
+            raise InputError("tools", "with a plain text", "tools together with chat messages")
+        text, contents = source, None
+    else:
+        text, contents = _render(source, tools, target_tokenizer)
+    check_text("prompt", text)
+    if not text:
+        raise InputError("prompt", text, "a text of at least 2 tokens")
+    target = encode(target_tokenizer, text, special=contents is None)
+    if len(target) < 2:
+        raise InputError("prompt", text, "a text of at least 2 tokens")
+    # The text is in the target's words, its BOS included; a draft of another family gets its own.
+    draft = target if draft_tokenizer is None else encode(draft_tokenizer, text, special=True)
+    marked = [span for piece in protect for span in _occurrences(text, piece)]
+    spans = marked + _protections(text, target, contents or [], contents is None, settings)
+    ordered = sorted(spans, key=lambda s: (s.start, PROTECTION_RULES.index(s.rule), s.end))
+    return Prompt(text, draft, target, tuple(ordered), settings)
+
+
+def ask(context: str, question: str, tokenizer: Any) -> str | list[dict[str, Any]]:
+    """A question about a context, in the form the model behind `tokenizer` is used to.
+
+    One user message for a model with a chat template, a text to complete for one without.
+    """
+    if getattr(tokenizer, "chat_template", None):
+        return [{"role": "user", "content": f"{context}\n\n{question}"}]
+    return f"{context}\n\nQuestion: {question}\nAnswer:"
+
+
+def read_text(field: str, path: Path) -> str:
+    """The text of a UTF-8 file; `InputError` naming `field` when it cannot be read."""
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(field, str(path), f"a UTF-8 text file ({error.reason})") from None
+    except OSError as error:
+        raise InputError(field, str(path), f"a file that can be read ({error.strerror})") from None
+
+
+def check_text(field: str, text: str) -> None:
+    """Raise `InputError` when `text` cannot be written as UTF-8 (lone surrogates)."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        shown = text[error.start : error.end]
+        raise InputError(field, shown, "valid Unicode text without lone surrogates") from None
+
+
+def encode(tokenizer: Any, text: str, *, special: bool) -> Encoding:
+    """Tokenise `text` with character offsets.
+
+    special: let the tokenizer add its own BOS and the like (a rendered chat template has
+    them in its text already). Raises `TokenizerMismatch` when the tokens do not cover the text.
+    """
+    out = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+    ids = np.asarray(out["input_ids"], dtype=np.int32)
+    raw = np.asarray(out["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    empty = raw[:, 0] == raw[:, 1]
+    ends = np.maximum.accumulate(np.where(empty, 0, raw[:, 1])) if ids.size else raw[:, 1]
+    previous_end = np.concatenate(([0], ends[:-1])) if ids.size else ends
+    # A gap (trimmed white space) goes to the token after it; an overlap (bytes of one
+    # character, in a tokenizer that names its pieces) is widened to the whole character.
+    starts = np.where(empty, previous_end, np.minimum(raw[:, 0], previous_end))
+    starts, ends = _join_overlaps(starts, ends)
+    covered = int(ends[-1]) if ids.size else 0
+    if text[covered:].strip():
+        raise TokenizerMismatch(
+            f"the tokenizer's offsets end at character {covered} of {len(text)}"
+        )
+    if ids.size:
+        ends[-1] = len(text)
+    return Encoding(ids, starts, ends)
+
+
+def _join_overlaps(
+    starts: NDArray[np.int64], ends: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Give tokens that share characters the same span, so that none can be cut off alone."""
+    if starts.size < 2:
+        return starts, ends
+    # `starts` is <= the end before it; it is < only where characters are shared.
+    fresh = np.concatenate(([True], starts[1:] >= ends[:-1]))
+    if fresh.all():
+        return starts, ends
+    group = np.cumsum(fresh) - 1
+    first = np.flatnonzero(fresh)
+    last = np.append(first[1:], starts.size) - 1
+    return starts[first][group], ends[last][group]
+
+
+def tokenizer_difference(draft: Any, target: Any) -> str | None:
+    """Why two tokenizers are not the same, or None when they are.
+
+    Equal size proves nothing (Qwen2.5-Coder and Qwen3 differ in ids above 151,665): every
+    id must spell the same string, the special tokens must agree, and a probe text in several
+    scripts must encode to the same ids.
+    """
+    if draft is target:
+        return None
+    ours, theirs = draft.get_vocab(), target.get_vocab()
+    if len(ours) != len(theirs):
+        return f"vocabularies of {len(ours)} and {len(theirs)} tokens"
+    if ours != theirs:
+        token = next(t for t, i in ours.items() if theirs.get(t) != i)
+        return f"token {token!r} is id {ours[token]} in one and {theirs.get(token)} in the other"
+    for name in ("bos_token_id", "eos_token_id"):
+        if getattr(draft, name) != getattr(target, name):
+            return f"{name} {getattr(draft, name)} and {getattr(target, name)}"
+    probe = "The 42nd  naïve café,\n\tif (x != 0) { return 寿司; } Привет 🙂 العربية é"
+    if draft(probe)["input_ids"] != target(probe)["input_ids"]:
+        return "the same vocabulary, but another encoding of a probe text"
+    return None
+
+
+def _occurrences(text: str, piece: str) -> list[Span]:
+    if not piece:
+        raise InputError("protect", piece, "texts that are not empty")
+    found = []
+    start = text.find(piece)
+    while start >= 0:
+        found.append(Span(start, start + len(piece), "marked"))
+        start = text.find(piece, start + len(piece))
+    if not found:
+        raise InputError("protect", piece, "texts that occur in the prompt")
+    return found
+
+
+def _protections(
+    text: str, target: Encoding, contents: list[_Content], plain: bool, settings: Settings
+) -> list[Span]:
+    """Spans kept by rule: template, protected roles and messages, last user turn, tail."""
+    spans: list[Span] = []
+    if not plain:
+        edges = [0, *(edge for c in contents for edge in (c.start, c.end)), len(text)]
+        gaps = zip(edges[::2], edges[1::2], strict=True)
+        spans += [Span(start, end, "control") for start, end in gaps if end > start]
+    for content in contents:
+        if content.role in settings.protect_roles:
+            rule: Rule = "system" if content.role in ("system", "developer") else "role"
+            spans.append(Span(content.start, content.end, rule))
+        if content.protect:
+            spans.append(Span(content.start, content.end, "marked"))
+    n = len(target)
+    budget = settings.budget(n)
+    users = [c for c in contents if c.role == "user"]
+    if users:
+        last = target.overlapping(users[-1].start, users[-1].end)
+        if last.stop - last.start <= (n if budget is None else budget) // LAST_USER_SHARE:
+            spans.append(Span(users[-1].start, users[-1].end, "last_user"))
+    tail = settings.tail_tokens
+    if tail is None:
+        tail = LONG_TAIL if n > LONG_PROMPT else max(SHORT_TAIL, n // TAIL_SHARE)
+    # The last token is kept whatever the settings: its query gives the first answer token.
+    cut = n - min(max(tail, 1), n)
+    starts_word = Boundaries(text, target.starts, target.ends).word
+    cut = int(np.flatnonzero(starts_word[: cut + 1])[-1])
+    spans.append(Span(int(target.starts[cut]), len(text), "tail"))
+    return [span for span in spans if span.end > span.start]
+
+
+def _render(
+    source: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, tokenizer: Any
+) -> tuple[str, list[_Content]]:
+    """Messages through the chat template, and where each message's text ended up."""
+    messages = _check_messages(source)
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(
+            "messages",
+            f"{len(messages)} messages",
+            "a plain text: this model has no chat template",
+        )
+    shown = [_for_template(m) for m in messages]
+    text = _apply(tokenizer, shown, tools)
+    if tools and text == _apply(tokenizer, shown, None):
+        raise InputError("tools", "tool definitions", "none: this chat template drops them")
+    spoken = [i for i, m in enumerate(shown) if str(m.get("content") or "").strip()]
+    bodies = [str(shown[i]["content"]) for i in spoken]
+    # The same template around markers shows which characters are the template's own. One that
+    # looks into its messages may refuse the markers; then the bodies are searched for in order.
+    marked = list(shown)
+    for i in spoken:
+        marked[i] = {**shown[i], "content": _MARKER}
+    try:
+        pieces = _apply(tokenizer, marked, tools).split(_MARKER)
+    except InputError:
+        pieces = []
+    places = _walk(text, pieces, bodies) or _search(text, bodies)
+    contents = [
+        _Content(start, end, messages[i].role, messages[i].protect)
+        for i, (start, end) in zip(spoken, places, strict=True)
+        if end > start
+    ]
+    return text, contents
+
+
+_MARKER = "\ue000\ue001"
+
+
+def _walk(text: str, pieces: list[str], bodies: list[str]) -> list[tuple[int, int]] | None:
+    """Follow the template's pieces through `text`; None where it does not go that way."""
+    if len(pieces) != len(bodies) + 1 or not text.startswith(pieces[0]):
+        return None
+    places = []
+    cursor = len(pieces[0])
+    for body, piece in zip(bodies, pieces[1:], strict=True):
+        for form in (body, body.strip()):  # templates keep or strip the white space around
+            if text.startswith(form + piece, cursor):
+                break
+        else:
+            return None
+        places.append((cursor, cursor + len(form)))
+        cursor += len(form) + len(piece)
+    return places if cursor == len(text) else None
+
+
+def _search(text: str, bodies: list[str]) -> list[tuple[int, int]]:
+    """Find the bodies one after the other; an empty place for one the template rewrote.
+
+    What is not found counts as the template's own and is therefore kept.
+    """
+    places = []
+    cursor = 0
+    for body in bodies:
+        start = text.find(body.strip(), cursor)
+        if start < 0:
+            places.append((cursor, cursor))
+            continue
+        cursor = start + len(body.strip())
+        places.append((start, cursor))
+    return places
+
+
+def _check_messages(source: Sequence[dict[str, Any]]) -> list[_Message]:
+    if isinstance(source, (bytes, dict)) or not isinstance(source, Sequence):
+        raise InputError("messages", source, "a list of chat messages")
+    if not source:
+        raise InputError("messages", source, "at least one message")
+    messages = []
+    for i, item in enumerate(source):
+        try:
+            message = _Message.model_validate(item)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join([f"messages[{i}]", *(str(p) for p in first["loc"][:1])])
+            allowed = {
+                "role": "system, developer, user, assistant or tool",
+                "content": "a text or a list of text parts",
+                "tool_calls": "a list of tool calls",
+                "protect": "true or false",
+            }.get(str(first["loc"][0]) if first["loc"] else "", "an object with role and content")
+            value = None if first["type"] == "missing" else first["input"]
+            raise InputError(field, value, allowed) from None
+        if message.content is None and not message.tool_calls:
+            raise InputError(f"messages[{i}].content", None, "a text or a list of text parts")
+        for j, part in enumerate(message.content if isinstance(message.content, list) else []):
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise InputError(
+                    f"messages[{i}].content[{j}]",
+                    part.get("type"),
+                    'text parts: {"type": "text", "text": "..."}',
+                )
+        messages.append(message)
+    return messages
+
+
+def _for_template(message: _Message) -> dict[str, Any]:
+    """The message as chat templates expect it: text content, tool arguments as objects."""
+    out = message.model_dump(exclude={"protect"}, exclude_none=True)
+    if isinstance(message.content, list):
+        out["content"] = "".join(part["text"] for part in message.content)
+    for call in out.get("tool_calls", []):
+        function = call.get("function", {})
+        if isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"])
+            except json.JSONDecodeError:
+                raise InputError(
+                    "tool_calls.function.arguments", function["arguments"], "JSON"
+                ) from None
+    return out
+
+
+def _apply(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+) -> str:
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+    except Exception as error:  # templates raise whatever their authors chose
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            "messages", f"{len(messages)} messages", f"as the chat template: {reason}"
+        ) from None
+    return str(text)

@@ -1,0 +1,1 @@
+"""Who answers: targets behind one base class."""

@@ -1,0 +1,47 @@
+"""What every target offers, whatever runs it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trtllm_specprefill.plan import PositionSupport, PrunePlan
+from trtllm_specprefill.settings import Sampling
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an answer.
+
+    text: what it adds to the answer; may be empty while a character or a possible stop text
+    is incomplete. token_ids: the tokens it adds. finish_reason: `stop` (an EOS id or a stop
+    text) or `length` (max_tokens) on the last step, None before.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+
+
+class Target(ABC):
+    """A large model that prefills a plan and streams an answer."""
+
+    name: str
+    tokenizer: Any
+    position_support: PositionSupport
+
+    @abstractmethod
+    def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
+        """Prefill `plan` at its positions, then decode from `plan.next_position` on.
+
+        The first step comes as soon as the first token is known. Closing the iterator stops the
+        work. Raises `TargetFailed` when the model fails; nothing of a failed prefill is kept.
+        """
+
+    @abstractmethod
+    def operations(self, tokens: int) -> float:
+        """Floating-point operations of prefilling `tokens` tokens."""
