@@ -6,8 +6,6 @@ character of the text. A *cut* i lies before token i; cuts 0 and N are always al
 
 from __future__ import annotations
 
-import unicodedata
-
 import numpy as np
 import regex
 from numpy.typing import NDArray
@@ -25,12 +23,13 @@ _UNSPACED = regex.compile(
     r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
     r"、。，！？；：「」『』（）《》【】]"
 )
-_VIRAMA = 9  # canonical combining class
+# Joins the consonants around it into one conjunct, also through other marks after it.
+_VIRAMA = regex.compile(r"\p{CCC=Virama}")
 _SENTENCE_END = frozenset(".!?…。！？।؟")
 _CLOSERS = frozenset("\"')]}”’»」』）")
 
-_SPACE, _NEWLINE, _PREVIOUS, _NEXT, _FLAGS, _UNSPACED_BIT, _END, _CLOSER, _CR = (
-    1 << i for i in range(9)
+_SPACE, _NEWLINE, _PREVIOUS, _NEXT, _FLAGS, _UNSPACED_BIT, _END, _CLOSER, _CR, _LINKER = (
+    1 << i for i in range(10)
 )
 
 
@@ -44,8 +43,10 @@ def _classify(char: str) -> int:
         kind |= _CR
     if _JOINS_PREVIOUS.match(char):
         kind |= _PREVIOUS
-    if _JOINS_NEXT.match(char) or unicodedata.combining(char) == _VIRAMA:
+    if _JOINS_NEXT.match(char):
         kind |= _NEXT
+    if _VIRAMA.match(char):
+        kind |= _LINKER
     if _FLAG.match(char):
         kind |= _FLAGS
     if _UNSPACED.match(char):
@@ -67,7 +68,19 @@ def classes(text: str) -> NDArray[np.uint16]:
     seen[codes] = True
     for code in np.flatnonzero(seen).tolist():
         table[code] = _classify(chr(code))
-    return table[codes]
+    kinds = table[codes]
+    _extend_linkers(kinds)
+    return kinds
+
+
+def _extend_linkers(kinds: NDArray[np.uint16]) -> None:
+    """Let a virama, and the marks that follow it, join whatever comes next."""
+    linkers = (kinds & _LINKER) != 0
+    if linkers.any():
+        at = np.arange(kinds.size)
+        last_linker = np.maximum.accumulate(np.where(linkers, at, -1))
+        last_base = np.maximum.accumulate(np.where(kinds & _PREVIOUS, -1, at))
+        kinds[last_linker > last_base] |= _NEXT
 
 
 class Boundaries:

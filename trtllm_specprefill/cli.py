@@ -268,7 +268,13 @@ def _settings(
         ("threshold", threshold),
     ):
         values.update({} if value is None else {name: value})
-    for item in others or ():
+    return Settings.of(**{**values, **parse_settings(others)})
+
+
+def parse_settings(items: Sequence[str] | None) -> dict[str, Any]:
+    """`NAME=VALUE` items as settings; values are JSON, or texts where they are not."""
+    values: dict[str, Any] = {}
+    for item in items or ():
         name, equals, text = item.partition("=")
         if not equals:
             raise InputError("--set", item, "NAME=VALUE")
@@ -276,7 +282,7 @@ def _settings(
             values[name] = json.loads(text)
         except json.JSONDecodeError:
             values[name] = text
-    return Settings.of(**values)
+    return values
 
 
 def _source(
@@ -354,9 +360,14 @@ def _say(line: str) -> None:
 
 
 def main() -> None:
-    """Run a command; a mistake of the caller is one line and exit code 2, no traceback."""
+    """Run `specprefill`."""
+    run_app(app)
+
+
+def run_app(commands: typer.Typer) -> None:
+    """Run a command line; a mistake of the caller is one line and exit code 2, no traceback."""
     try:
-        app(standalone_mode=True)
+        commands()
     except InputError as error:
         sys.exit(_complain(error, 2))
     except SpecPrefillError as error:
@@ -364,6 +375,9 @@ def main() -> None:
 
 
 def _complain(error: Exception, code: int) -> int:
-    line = " ".join(str(error).split())
-    print(f"specprefill: {line}", file=sys.stderr)
+    print(f"specprefill: {' '.join(str(error).split())}", file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    main()

@@ -28,9 +28,6 @@ NO_LICENCE = "not stated"
 SOURCE = "source.json"
 """The file in which a converted folder remembers its licence."""
 
-# What transformers, safetensors and gguf raise when files are not what they should be.
-UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError)
-
 # Goes into the key of a converted GGUF. transformers 4 misreads what transformers 5 saves
 # (the rope base among it), so each major version has its own.
 FORMAT = f"v1-transformers{transformers.__version__.split('.')[0]}"
@@ -69,12 +66,13 @@ def convert_gguf(file: Path, name: str, licence: str | None, out: Path, progress
         if header.scales_positions:
             raise ValueError("it scales its rotary positions, which transformers drops from a GGUF")
         with quiet(), contextlib.redirect_stderr(io.StringIO()):  # a bar no setting turns off
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+            _check_algorithm(tokenizer, header)
+            _restore_special_tokens(tokenizer, header)
             module, report = AutoModelForCausalLM.from_pretrained(
                 **where, **_dequantised(file), dtype=torch.float32, output_loading_info=True
             )
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-        _restore_special_tokens(tokenizer, header)
-    except UNREADABLE as error:
+    except Exception as error:  # the readers raise what they like
         allowed = f"a whole GGUF of an architecture transformers reads ({said(error)})"
         raise InputError("model", name, allowed) from error
     check_complete(report, name)
@@ -96,6 +94,7 @@ class _Header:
     """What a GGUF says of itself that transformers drops, or in some versions misreads."""
 
     licence: str
+    tokenizer_model: str | None
     special_ids: dict[str, int]
     """By transformers' attribute, such as `eos_token`."""
     end_ids: tuple[int, ...]
@@ -125,6 +124,7 @@ def _read_header(file: Path) -> _Header:
     ends = {number("eos_token_id"), number("eot_token_id")}
     return _Header(
         licence=text("general.license") or NO_LICENCE,
+        tokenizer_model=text("tokenizer.ggml.model"),
         special_ids={name: one for name, one in special.items() if one is not None},
         end_ids=tuple(sorted(one for one in ends if one is not None)),
         adds_bos=None if adds_bos is None else bool(adds_bos),
@@ -132,6 +132,15 @@ def _read_header(file: Path) -> _Header:
         scales_positions=architecture != "gpt-oss"
         and (scaling != "none" or any(tensor.name in factors for tensor in reader.tensors)),
     )
+
+
+def _check_algorithm(tokenizer: Any, header: _Header) -> None:
+    # "llama" is SentencePiece's BPE; transformers 4 makes a unigram model of a Gemma's,
+    # which cuts many words elsewhere.
+    made = type(tokenizer.backend_tokenizer.model).__name__
+    if header.tokenizer_model == "llama" and made != "BPE":
+        version = transformers.__version__
+        raise ValueError(f"transformers {version} reads its tokenizer as {made}; 5 reads it right")
 
 
 def _restore_special_tokens(tokenizer: Any, header: _Header) -> None:

@@ -224,11 +224,10 @@ def _sweep(room: Path) -> None:
 
 
 def _settle(folder: Path) -> None:
-    """Have every file of a finished folder on the disk, readable like any other of the user's."""
-    umask = os.umask(0)
-    os.umask(umask)
+    """Have a finished folder on the disk, its files readable by whoever may enter it."""
+    mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):
         if path.is_file():
-            path.chmod(0o666 & ~umask)  # safetensors lets only the owner read its files
+            path.chmod(mode)  # safetensors lets only the owner read its files
             with path.open("rb") as file:
                 os.fsync(file.fileno())

@@ -20,7 +20,6 @@ from trtllm_specprefill.convert import (
     FORMAT,
     NO_LICENCE,
     SOURCE,
-    UNREADABLE,
     check_complete,
     check_magic,
     convert_gguf,
@@ -206,7 +205,7 @@ def _reading(source: str, name: str, allowed: str) -> Iterator[None]:
     try:
         with quiet() if local else contextlib.nullcontext():
             yield
-    except UNREADABLE as error:
+    except Exception as error:  # the readers raise what they like
         if isinstance(error, OSError) and not local:
             allowed = "a hub id; the hub could not be reached or has no such model"
         raise InputError("model", name, f"{allowed} ({said(error)})") from error

@@ -27,6 +27,7 @@ Rule = Literal["control", "system", "role", "marked", "last_user", "tail", "impo
 PROTECTION_RULES: tuple[Rule, ...] = ("control", "system", "role", "marked", "last_user", "tail")
 
 LONG_PROMPT, LONG_TAIL, SHORT_TAIL, TAIL_SHARE = 16_000, 512, 64, 32
+WORD_REACH = 32  # tokens the tail may grow by to begin with a whole word
 LAST_USER_SHARE = 4  # the last user message is kept whole where it fits in budget / 4
 
 
@@ -183,10 +184,11 @@ def encode(tokenizer: Any, text: str, *, special: bool) -> Encoding:
     ids = np.asarray(out["input_ids"], dtype=np.int32)
     raw = np.asarray(out["offset_mapping"], dtype=np.int64).reshape(-1, 2)
     empty = raw[:, 0] == raw[:, 1]
-    ends = np.maximum.accumulate(np.where(empty, 0, raw[:, 1])) if ids.size else raw[:, 1]
+    ends = np.maximum.accumulate(raw[:, 1]) if ids.size else raw[:, 1]
     previous_end = np.concatenate(([0], ends[:-1])) if ids.size else ends
-    # A gap (trimmed white space) goes to the token after it; an overlap (bytes of one
-    # character, in a tokenizer that names its pieces) is widened to the whole character.
+    # A gap (trimmed white space) goes to the token after it, or to the one trimmed to nothing;
+    # an overlap (bytes of one character, in a tokenizer that names its pieces) is widened to
+    # the whole character. Tokens of no text are at (0, 0).
     starts = np.where(empty, previous_end, np.minimum(raw[:, 0], previous_end))
     starts, ends = _join_overlaps(starts, ends)
     covered = int(ends[-1]) if ids.size else 0
@@ -279,8 +281,10 @@ def _protections(
         tail = LONG_TAIL if n > LONG_PROMPT else max(SHORT_TAIL, n // TAIL_SHARE)
     # The last token is kept whatever the settings: its query gives the first answer token.
     cut = n - min(max(tail, 1), n)
-    starts_word = Boundaries(text, target.starts, target.ends).word
-    cut = int(np.flatnonzero(starts_word[: cut + 1])[-1])
+    cuts = Boundaries(text, target.starts, target.ends)
+    word, char = (int(np.flatnonzero(c[: cut + 1])[-1]) for c in (cuts.word, cuts.char))
+    # Back to the start of a word, but not through a long text without spaces.
+    cut = word if cut - word <= WORD_REACH else char
     spans.append(Span(int(target.starts[cut]), len(text), "tail"))
     return [span for span in spans if span.end > span.start]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_specprefill.boundaries import Boundaries, chunk_borders
+from trtllm_specprefill.boundaries import Boundaries, Cuts, chunk_borders
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.importance import Importance
 from trtllm_specprefill.prompt import PROTECTION_RULES, Prompt, Rule, Span
@@ -78,10 +78,8 @@ def select(prompt: Prompt, importance: Importance, separator_tokens: int = 0) ->
     if not exceeded:
         assert settings.chunk_tokens is not None
         assert settings.snap is not None
-        boundaries = Boundaries(prompt.text, prompt.draft.starts, prompt.draft.ends)
-        borders = chunk_borders(
-            len(prompt.draft), settings.chunk_tokens, boundaries.at(settings.snap)
-        )
+        cuts = _common_cuts(prompt, settings.snap)
+        borders = chunk_borders(len(prompt.draft), settings.chunk_tokens, cuts)
         places = _target_borders(prompt, borders)
         free = np.concatenate(([0], np.cumsum(~kept)))
         costs = free[places[1:]] - free[places[:-1]]
@@ -136,6 +134,24 @@ def _best_first(
     # most often holds it is protected anyway.
     best: list[int] = order[tokens[order] > 0].tolist()
     return best
+
+
+def _common_cuts(prompt: Prompt, level: str) -> list[Cuts]:
+    """Where the draft's tokens may be cut: places that are fair cuts of the target's as well.
+
+    A cut that only the draft's tokens allow would part a word or a character in the target's.
+    """
+    draft = Boundaries(prompt.text, prompt.draft.starts, prompt.draft.ends).at(level)
+    if prompt.shared_tokenizer:
+        return draft
+    target = Boundaries(prompt.text, prompt.target.starts, prompt.target.ends).at(level)
+    ours, theirs = (np.append(e.starts, len(prompt.text)) for e in (prompt.draft, prompt.target))
+    for cuts, others in zip(draft, target, strict=True):
+        fair = np.zeros(len(prompt.text) + 1, dtype=np.bool_)
+        fair[theirs[others]] = True
+        cuts &= fair[ours]
+        cuts[[0, -1]] = True
+    return draft
 
 
 def _target_borders(prompt: Prompt, borders: NDArray[np.int64]) -> NDArray[np.int64]:

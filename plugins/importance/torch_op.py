@@ -135,14 +135,7 @@ def _importance_layer(
 ) -> torch.Tensor:
     check_shapes(queries, keys, lengths, heads, key_scale, running)
     problem_of(queries, keys, heads, scale, pool, causal)
-    out = torch.zeros_like(running)
-    for i, length in enumerate(lengths.tolist()):
-        if length:
-            best = _pooled_maximum(
-                queries[i], keys[i, :, :length], heads, key_scale, scale, pool, causal
-            )
-            out[i, :, :length] = torch.maximum(running[i, :, :length], best)
-    return out
+    return plain_layer(queries, keys, lengths, heads, key_scale, running, scale, pool, causal)
 
 
 @_importance_layer.register_kernel("cuda")
@@ -228,6 +221,28 @@ def importance_layer(
         causal,
     )
     return result
+
+
+def plain_layer(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    lengths: torch.Tensor,
+    heads: torch.Tensor,
+    key_scale: torch.Tensor,
+    running: torch.Tensor,
+    scale: float,
+    pool: int,
+    causal: bool,
+) -> torch.Tensor:
+    """The op in plain torch, on any device, one sequence after the other."""
+    out = torch.zeros_like(running)
+    for i, length in enumerate(lengths.tolist()):
+        if length:
+            best = _pooled_maximum(
+                queries[i], keys[i, :, :length], heads, key_scale, scale, pool, causal
+            )
+            out[i, :, :length] = torch.maximum(running[i, :, :length], best)
+    return out
 
 
 def _pooled_maximum(

@@ -142,7 +142,7 @@ def verify_capture(model: Model) -> None:
         judged = module(ids[:, :64], output_attentions=True, use_cache=False).attentions
         module.set_attn_implementation("sdpa")  # type: ignore[operator]
         untouched = module(ids, use_cache=False).logits[:, -1]
-    except (AttributeError, ValueError, TypeError) as error:
+    except (AttributeError, ValueError, TypeError, RuntimeError) as error:
         raise UnsupportedModel(f"{family}: its attention cannot be examined ({error})") from None
     install(module, family)
     rows = _LastRows()

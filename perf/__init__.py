@@ -1,0 +1,1 @@
+"""Benchmarks. Tests are in `tests/`; nothing there depends on a time."""

@@ -1,0 +1,219 @@
+"""The command line: a mistake is one line and exit code 2, an answer is one JSON object."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtllm_specprefill import cli
+
+
+def specprefill(
+    *arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of one command, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["specprefill", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    return lambda *arguments: specprefill(*arguments, monkeypatch=monkeypatch, capsys=capsys)
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Path:
+    path = tmp_path / "document.txt"
+    path.write_text("A short document about a lighthouse. Its keeper is called Ada.\n" * 4)
+    return path
+
+
+def write(tmp_path: Path, name: str, value: Any) -> str:
+    path = tmp_path / name
+    if isinstance(value, bytes):
+        path.write_bytes(value)
+    else:
+        path.write_text(json.dumps(value))
+    return str(path)
+
+
+def assert_one_line(code: int, out: str, err: str, *words: str) -> None:
+    lines = [line for line in err.splitlines() if line.startswith("specprefill: ")]
+    assert code == 2, err
+    assert len(lines) == 1, err
+    assert "Traceback" not in err
+    assert out == ""
+    for word in (*words, "allowed"):
+        assert word in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--keep", "0"), ("keep_rate", "0.0", "> 0 and <= 1")),
+        (("--keep", "1.5"), ("keep_rate", "1.5", "> 0 and <= 1")),
+        (("--keep", "nan"), ("keep_rate",)),
+        (("--keep", "0.1", "--keep-tokens", "9"), ("keep_rate and keep_tokens", "only one")),
+        (("--keep-tokens", "0"), ("keep_tokens", ">= 1")),
+        (("--coverage", "-1"), ("coverage", "-1.0")),
+        (("--positions", "absolute"), ("positions", "absolute", "auto, original or contiguous")),
+        (("--max-tokens", "0"), ("max_tokens", ">= 1")),
+        (("--temperature", "-0.1"), ("temperature", "-0.1")),
+        (("--top-p", "0"), ("top_p",)),
+        (("--stop", ""), ("stop",)),
+        (("--set", "chunk_tokens=0"), ("chunk_tokens", ">= 1")),
+        (("--set", "pool=4"), ("pool", "odd")),
+        (("--set", "chunks=4"), ("chunks", "chunk_tokens")),
+        (("--set", "pool"), ("--set", "NAME=VALUE")),
+        (("--set", "separator=...", "--positions", "original"), ("separator",)),
+    ],
+)
+def test_a_bad_setting_is_named_before_any_model_is_loaded(
+    run: Any, document: Path, options: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    assert_one_line(*run("run", "--prompt", str(document), *options), *words)
+
+
+@pytest.mark.parametrize("command", ["run", "score"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), ("prompt", "--messages, --prompt, or --context")),
+        (("--context", "x"), ("--question",)),
+        (("--prompt", "x", "--context", "y"), ("--prompt and --context",)),
+        (("--prompt", "/no/such/file"), ("--prompt", "/no/such/file")),
+        (("--messages", "/no/such/file"), ("--messages", "/no/such/file")),
+    ],
+)
+def test_a_missing_or_doubled_prompt_is_named(
+    run: Any, command: str, options: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    assert_one_line(*run(command, *options), *words)
+
+
+def test_a_file_that_is_not_utf8_is_named(run: Any, tmp_path: Path) -> None:
+    bad = write(tmp_path, "latin1.txt", "naïve".encode("latin-1"))
+    assert_one_line(*run("run", "--prompt", bad), "--prompt", "latin1.txt", "UTF-8")
+    assert_one_line(*run("run", "--messages", bad), "--messages", "latin1.txt", "UTF-8")
+
+
+def test_stdin_that_is_not_utf8_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\xfa")))
+    assert_one_line(*run("run", "--prompt", "-"), "--prompt", "UTF-8")
+
+
+def test_messages_that_are_not_json_are_named(run: Any, tmp_path: Path) -> None:
+    assert_one_line(
+        *run("run", "--messages", write(tmp_path, "m.json", b"[{]")), "--messages", "JSON"
+    )
+    assert_one_line(*run("run", "--messages", write(tmp_path, "m.json", {"role": "user"})), "list")
+
+
+def test_an_unknown_model_is_named(run: Any, document: Path) -> None:
+    assert_one_line(
+        *run("run", "--prompt", str(document), "--target", "smollm3"), "model", "smollm3"
+    )
+
+
+def test_a_gguf_that_is_not_one_is_named(run: Any, document: Path, tmp_path: Path) -> None:
+    fake = write(tmp_path, "weights.gguf", b"not a model at all")
+    assert_one_line(*run("run", "--prompt", str(document), "--target", fake), "model", "GGUF")
+
+
+@pytest.mark.parametrize("command", ["run", "score"])
+def test_every_command_has_help_with_an_example(run: Any, command: str) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert f"Example: specprefill {command}" in " ".join(out.split())
+
+
+@pytest.mark.model
+class TestWithModels:
+    def test_an_empty_prompt_and_one_of_a_single_token_are_named(
+        self, run: Any, tmp_path: Path
+    ) -> None:
+        for text in (b"", b"a"):
+            path = write(tmp_path, "prompt.txt", text)
+            assert_one_line(*run("run", "--prompt", path), "prompt", "at least 2 tokens")
+
+    def test_an_unknown_role_is_named(self, run: Any, tmp_path: Path) -> None:
+        path = write(tmp_path, "m.json", [{"role": "robot", "content": "hello"}])
+        assert_one_line(*run("run", "--messages", path), "messages[0].role", "robot", "assistant")
+
+    def test_a_prompt_too_long_even_after_pruning_is_named(
+        self, run: Any, tmp_path: Path, prose: str
+    ) -> None:
+        path = write(tmp_path, "long.txt", prose[:60_000].encode())
+        assert_one_line(*run("run", "--prompt", path, "--keep", "0.9"), "prompt", "8192")
+
+    def test_run_prints_one_json_object_with_everything_in_it(
+        self, run: Any, document: Path
+    ) -> None:
+        code, out, err = run(
+            "run",
+            *("--context", str(document), "--question", "Who keeps the lighthouse?"),
+            *("--keep", "0.7", "--threshold", "0", "--set", "min_keep_tokens=0"),
+            *("--max-tokens", "8", "--compare", "--json"),
+        )
+        assert code == 0, err
+        report = json.loads(out)
+        assert report["reason"] == "pruned"
+        assert report["finish_reason"] in ("stop", "length")
+        assert 0 < report["kept_tokens"] <= 0.7 * report["prompt_tokens"]
+        assert report["keep_rate"] == report["kept_tokens"] / report["prompt_tokens"]
+        assert report["settings"]["keep_rate"] == 0.7
+        assert report["settings"]["chunk_tokens"] == 32
+        assert report["settings"]["max_tokens"] == 8
+        assert report["ttft_s"] > 0
+        assert report["decode_tokens_per_s"] > 0
+        assert set(report["kept_spans"][0]) == {"start", "end", "rule"}
+        assert report["dense"]["text"]
+        assert report["speedup"] == report["dense"]["ttft_s"] / report["ttft_s"]
+        assert "target_prefill" in report["stages"]
+
+    def test_run_streams_to_a_person(self, run: Any, document: Path) -> None:
+        code, out, err = run(
+            "run", "--context", str(document), "--question", "Who?", "--max-tokens", "6"
+        )
+        assert code == 0, err
+        assert out.strip()
+        assert "below_threshold" in err
+        assert "TTFT" in err
+
+    def test_score_gives_every_token_and_span_its_importance(
+        self, run: Any, document: Path
+    ) -> None:
+        options = ("--prompt", str(document), "--keep", "0.6", "--set", "min_keep_tokens=0")
+        code, out, err = run("score", *options, "--json")
+        assert code == 0, err
+        report = json.loads(out)
+        assert len(report["tokens"]) == report["prompt_tokens"]
+        assert all(token["importance"] >= 0 for token in report["tokens"])
+        assert report["queries"] <= 9
+        text = document.read_text()
+        for span in report["kept_spans"]:
+            assert span["text"] == text[span["start"] : span["end"]]
+        code, out, _ = run("score", *options)
+        assert code == 0
+        assert "tokens kept" in out
+
+
+def test_the_installed_command_ends_without_a_traceback(document: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "trtllm_specprefill.cli", "run", "--prompt", str(document), "--keep", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip().count("\n") == 0
+    assert "keep_rate" in done.stderr

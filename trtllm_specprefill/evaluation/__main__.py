@@ -1,0 +1,138 @@
+"""`python -m trtllm_specprefill.evaluation`: measure what pruning costs in quality."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from trtllm_specprefill import cli
+from trtllm_specprefill.evaluation.haystack import haystack
+from trtllm_specprefill.evaluation.needle import Case, cases, digest, run_case, summary
+from trtllm_specprefill.evaluation.report import command, machine
+from trtllm_specprefill.models import load_tokenizer
+from trtllm_specprefill.pipeline import SpecPrefill
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
+)
+_screen = Console(stderr=True, highlight=False)
+Document_ = Annotated[
+    Path | None,
+    typer.Option(help="Haystack, a UTF-8 text; the Debian handbook from its package if absent."),
+]
+
+
+def _say(line: str) -> None:
+    _screen.print(line, style="dim", markup=False)
+
+
+@app.command(
+    epilog="Example: python -m trtllm_specprefill.evaluation needle --needles 8 --json > out.json"
+)
+def needle(
+    draft: Annotated[str, typer.Option(help="Model that scores.")] = "smollm2-135m",
+    target: Annotated[str, typer.Option(help="Model that answers.")] = "smollm2-135m",
+    lengths: Annotated[list[int], typer.Option(help="Tokens of the context; repeatable.")] = [  # noqa: B006
+        2000,
+        4000,
+        7000,
+    ],
+    needles: Annotated[int, typer.Option(min=1, help="Needles for each length.")] = 8,
+    keep: Annotated[list[float], typer.Option(help="Keep rates; repeatable.")] = [  # noqa: B006
+        0.5,
+        0.3,
+        0.1,
+        0.05,
+    ],
+    random_keep: Annotated[float, typer.Option(help="Keep rate of the random baseline.")] = 0.3,
+    seed: Annotated[int, typer.Option(help="Of passages, facts and the baseline.")] = 0,
+    setting: cli.Set_ = None,
+    document: Document_ = None,
+    dtype: cli.Dtype_ = "auto",
+    device: cli.Device_ = "auto",
+    as_json: cli.Json_ = False,
+) -> None:
+    """Plant a fact in long prose, prune, ask: full, at each keep rate, and at random."""
+    prose = haystack(document, _say)
+    knobs = cli.parse_settings(setting)
+    model = SpecPrefill.from_pretrained(draft, target, dtype=dtype, device=device, progress=_say)
+    rows: list[dict[str, Any]] = []
+    with Bar(console=_screen, transient=True) as bar:
+        task = bar.add_task("needles", total=len(lengths) * needles)
+        for case in cases(prose, model.target.tokenizer, lengths, needles, seed):
+            rows.append(run_case(model, case, keep, random_keep, knobs))
+            right = [arm for arm, result in rows[-1]["results"].items() if result["right"]]
+            bar.update(task, advance=1)
+            bar.console.print(
+                f"{case.tokens} tokens, depth {case.depth:.2f}: right with {', '.join(right)}",
+                style="dim",
+            )
+    report = {
+        "command": command(),
+        "machine": machine(),
+        "draft": draft,
+        "target": target,
+        "haystack_sha256": digest(prose),
+        "seed": seed,
+        "summary": summary(rows),
+        "cases": rows,
+    }
+    if as_json:
+        print(json.dumps(report, ensure_ascii=False, indent=1))
+    else:
+        Console(highlight=False).print(_table(report["summary"]))
+
+
+def _table(rows: Any) -> Table:
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    table = Table("tokens", "needles", *arms, title="share of right answers (of facts kept)")
+    for tokens in dict.fromkeys(row["tokens"] for row in rows):
+        mine = {row["arm"]: row for row in rows if row["tokens"] == tokens}
+        cells = [f"{mine[a]['right']:.2f} ({mine[a]['fact_kept']:.2f})" for a in arms]
+        table.add_row(str(tokens or "all"), str(mine[arms[0]]["needles"]), *cells)
+    return table
+
+
+@app.command(epilog="Example: python -m trtllm_specprefill.evaluation demo --keep 0.1")
+def demo(
+    draft: Annotated[str, typer.Option(help="Model that scores.")] = "smollm2-135m",
+    target: Annotated[str, typer.Option(help="Model that answers.")] = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(min=200, help="Tokens of the document.")] = 6200,
+    keep: Annotated[float, typer.Option(help="Keep rate.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Of the passage and the fact.")] = 3,
+    document: Document_ = None,
+) -> None:
+    """Plant a fact in a long document, ask for it with and without pruning, show both."""
+    prose = haystack(document, _say)
+    case: Case = next(cases(prose, load_tokenizer(target, _say), [tokens], 1, seed))
+    with tempfile.TemporaryDirectory() as folder:
+        context = Path(folder) / "document.txt"
+        context.write_text(case.context, "utf-8")
+        _say(f"a document of about {tokens} tokens, with one sentence planted in its middle:")
+        _screen.print(f"  {case.fact}")
+        _say(f"specprefill run --context document.txt --question '{case.question}' --compare")
+        cli.run(
+            context=str(context),
+            question=case.question,
+            draft=draft,
+            target=target,
+            keep=keep,
+            max_tokens=32,
+            compare=True,
+        )
+
+
+def main() -> None:
+    """Run a command with the command line's manners."""
+    cli.run_app(app)
+
+
+if __name__ == "__main__":
+    main()
