@@ -40,8 +40,14 @@ PIECES = (
     " ",
     "x = {'a': [1, 2]}\n",
     "    return f(x)\n",
-    "<tag attr=\"1\">",
+    '<tag attr="1">',
 )
+# fmt: off
+WORDS = (
+    "the", "key", "to", "cellar", "lies", "under", "third", "stone", "of", "garden", "wall",
+    "Fuel", "Dilution", "was", "найден", "лиса", "狐狸。", "寿司", "🙂", "café", "नमस्ते",
+)
+# fmt: on
 # Loose code points that join with whatever stands beside them.
 JOINERS = (
     "a \n\r\u0301\u0308\u200d\u200c\ufe0f\u0600\u06dd"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,8 @@ import pytest
 import regex
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.strategies import texts
 
+from tests.strategies import texts
 from trtllm_specprefill.boundaries import Boundaries, chunk_borders
 from trtllm_specprefill.prompt import Encoding, encode
 
@@ -95,7 +96,7 @@ def test_words_sentences_and_lines_are_cut_where_a_person_would() -> None:
     encoding = one_token_per_character(text)
     assert cut_places(text, encoding, "line") == [0, text.index("Nobody"), len(text)]
     places = cut_places(text, encoding, "sentence")
-    assert [text[a:b] for a, b in zip(places[:-1], places[1:], strict=True)] == [
+    assert [text[a:b] for a, b in itertools.pairwise(places)] == [
         "He left.",
         ' "Why?"',
         " she said.",
@@ -120,9 +121,7 @@ def test_a_script_without_spaces_may_be_cut_at_any_character_at_word_level(text:
 def test_chunks_cover_the_prompt_and_exceed_their_length_only_for_a_single_character(
     text: str, chunk: int, level: str, data: st.DataObject
 ) -> None:
-    encoding = data.draw(
-        st.sampled_from([one_token_per_character(text), one_token_per_byte(text)])
-    )
+    encoding = data.draw(st.sampled_from([one_token_per_character(text), one_token_per_byte(text)]))
     n = len(encoding)
     found = boundaries_of(text, encoding)
     borders = chunk_borders(n, chunk, found.at(level))
@@ -130,7 +129,7 @@ def test_chunks_cover_the_prompt_and_exceed_their_length_only_for_a_single_chara
     assert borders[-1] == n
     assert (np.diff(borders) > 0).all()
     assert found.char[borders].all()
-    for start, stop in zip(borders[:-1], borders[1:], strict=True):
+    for start, stop in itertools.pairwise(borders):
         if stop - start > chunk:
             assert not found.char[start + 1 : stop].any()
 
@@ -164,7 +163,7 @@ def test_a_border_is_within_a_word_only_where_no_end_of_a_word_is_in_reach(
         [p in (0, len(text)) or text[p] == " " or text[p - 1] == " " for p in at.tolist()]
     )
     borders = chunk_borders(len(encoding), chunk, found.at("word")).tolist()
-    for start, border in zip(borders[:-1], borders[1:], strict=True):
+    for start, border in itertools.pairwise(borders):
         reach = ends_word[start + chunk // 2 + 1 : start + chunk + 1]
         if reach.any():
             assert ends_word[border], (text[: at[border]][-20:], text[at[border] :][:20])
@@ -173,7 +172,7 @@ def test_a_border_is_within_a_word_only_where_no_end_of_a_word_is_in_reach(
 def test_fuel_dilution_never_comes_out_as_uedil() -> None:
     # LLMLingua issue 149: tokens as a small vocabulary splits them.
     unit = ["F", "uel", " D", "il", "ution", " was", " fo", "und", " in", " the", " o", "il", "."]
-    pieces = (unit + [" "]) * 60
+    pieces = [*unit, " "] * 60
     text = "".join(pieces)
     ends = np.cumsum([len(p) for p in pieces])
     starts = ends - [len(p) for p in pieces]
@@ -181,7 +180,7 @@ def test_fuel_dilution_never_comes_out_as_uedil() -> None:
     whole = set(text.split())
     for chunk in range(8, 129):
         borders = chunk_borders(len(pieces), chunk, found.at("word"))
-        for a, b in zip(borders[:-1], borders[1:], strict=True):
+        for a, b in itertools.pairwise(borders):
             assert whole.issuperset("".join(pieces[a:b]).split()), chunk
 
 
@@ -197,6 +196,6 @@ def test_chinese_and_japanese_are_never_garbled_whatever_chunks_are_kept(
     found = Boundaries(text, encoding.starts, encoding.ends)
     borders = chunk_borders(len(encoding), chunk, found.at(level))
     at = np.append(encoding.starts, len(text))
-    for a, b in zip(borders[:-1], borders[1:], strict=True):
+    for a, b in itertools.pairwise(borders):
         if rng.random() < 0.5:
             assert tokenizer.decode(encoding.ids[a:b]).strip() == text[at[a] : at[b]].strip()

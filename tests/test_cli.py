@@ -208,8 +208,9 @@ class TestWithModels:
 
 
 def test_the_installed_command_ends_without_a_traceback(document: Path) -> None:
+    command = [sys.executable, "-m", "trtllm_specprefill.cli", "run"]
     done = subprocess.run(
-        [sys.executable, "-m", "trtllm_specprefill.cli", "run", "--prompt", str(document), "--keep", "2"],
+        [*command, "--prompt", str(document), "--keep", "2"],
         capture_output=True,
         text=True,
         check=False,

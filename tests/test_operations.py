@@ -48,7 +48,9 @@ def counted(of: Any, tokens: int, past: int) -> int:
     tokens=st.integers(1, 40),
     past=st.integers(0, 30),
     window=st.one_of(st.none(), st.integers(1, 50)),
-    kinds=st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=3, max_size=3),
+    kinds=st.lists(
+        st.sampled_from(["full_attention", "sliding_attention"]), min_size=3, max_size=3
+    ),
     kv_heads=st.sampled_from([1, 2, 6]),
     head_dim=st.sampled_from([None, 5]),
     experts=st.sampled_from([1, 4]),

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.strategies import texts
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from tests.strategies import WORDS, texts
 from trtllm_specprefill.errors import InputError, TokenizerMismatch
 from trtllm_specprefill.importance import Importance
 from trtllm_specprefill.plan import PrunePlan, make_plan
@@ -24,7 +24,7 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "look_up",
-            "description": "Looks a <thing> up & says \"what\" it is",
+            "description": 'Looks a <thing> up & says "what" it is',
             "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
         },
     }
@@ -62,15 +62,15 @@ def latin_only() -> PreTrainedTokenizerFast:
 
 def partitions(encoding: Any, text: str) -> bool:
     """Whether the distinct non-empty spans, in order, are exactly the text."""
-    spans = sorted({(a, b) for a, b in zip(encoding.starts.tolist(), encoding.ends.tolist()) if a < b})  # noqa: B905, E501
-    edges = [0, *(b for _, b in spans)]
-    return [a for a, _ in spans] == edges[:-1] and edges[-1] == len(text)
+    pairs = zip(encoding.starts.tolist(), encoding.ends.tolist(), strict=True)
+    spans = sorted({(start, end) for start, end in pairs if start < end})
+    edges = [0, *(end for _, end in spans)]
+    return [start for start, _ in spans] == edges[:-1] and edges[-1] == len(text)
 
 
 def lengthy(words: int, seed: int | None = None) -> str:
     rng = np.random.default_rng(seed)
-    stock = "the key lies under third stone of garden wall Fuel Dilution was найден 狐狸 café".split()
-    return " ".join(rng.choice(stock, size=words)) + "."
+    return " ".join(rng.choice(WORDS, size=words)) + "."
 
 
 def random_importance(prompt: Prompt, rng: np.random.Generator | None = None) -> Importance:
@@ -93,9 +93,7 @@ def words_of(prompt: Prompt, rule: str) -> list[str]:
 
 
 @given(text=texts(min_pieces=1))
-def test_offsets_partition_the_text_in_any_script(
-    tokenizer: Any, trimming: Any, text: str
-) -> None:
+def test_offsets_partition_the_text_in_any_script(tokenizer: Any, trimming: Any, text: str) -> None:
     for one in (tokenizer, trimming):
         for special in (False, True):
             encoding = encode(one, text, special=special)
@@ -367,7 +365,7 @@ def test_the_tail_begins_with_a_whole_word_and_holds_the_last_token_even_when_no
     assert tail <= n - tokens.start <= tail + 24
     start = span.start
     edge = text[max(start - 1, 0) : start + 1]
-    assert start == 0 or any(c.isspace() or c in "狐狸" for c in edge), edge
+    assert start == 0 or any(c.isspace() or c in "狐狸。寿司" for c in edge), edge
 
 
 @pytest.mark.parametrize("text", ["0123456789abcdef" * 300, "{" + '"a":1,' * 900 + "}"])
@@ -403,7 +401,7 @@ def test_tool_definitions_and_calls_and_control_tokens_come_through_byte_for_byt
     call = {
         "id": "1",
         "type": "function",
-        "function": {"name": "look_up", "arguments": json.dumps({"key": "<狐狸> & \"fox\""})},
+        "function": {"name": "look_up", "arguments": json.dumps({"key": '<狐狸> & "fox"'})},
     }
     messages = [
         {"role": "user", "content": lengthy(500)},
@@ -526,8 +524,9 @@ def test_an_empty_prompt_is_refused_also_where_the_tokenizer_adds_a_bos(metaspac
         prepare("", target_tokenizer=metaspace)
 
 
-@pytest.mark.parametrize("surrogate", ["\ud800", "\udfff", "\udc80"])
-def test_lone_surrogates_are_refused_by_name(byte_level: Any, surrogate: str) -> None:
+@pytest.mark.parametrize("code", [0xD800, 0xDC80, 0xDFFF])
+def test_lone_surrogates_are_refused_by_name(byte_level: Any, code: int) -> None:
+    surrogate = chr(code)
     for source in (f"before {surrogate} after", [{"role": "user", "content": surrogate}]):
         with pytest.raises(InputError, match="surrogates") as caught:
             prepare(source, target_tokenizer=byte_level)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.strategies import texts
+from tests.strategies import WORDS, texts
 from trtllm_specprefill.boundaries import Boundaries
 from trtllm_specprefill.errors import DegenerateScores, InputError
 from trtllm_specprefill.importance import Importance
@@ -112,14 +112,17 @@ def check_budget(prompt: Prompt, kept: Kept) -> None:
     assert kept.budget - kept.tokens < max(chunk_in_target_tokens(prompt), 1), n
 
 
-@pytest.mark.parametrize("kind", ["shared", "crossed"])
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [("shared", 1), ("crossed", 3), pytest.param("crossed", 1, marks=pytest.mark.slow)],
+)
 def test_the_keep_rate_realised_is_within_one_chunk_of_asked_at_every_length_to_5000(
-    stock: Stock, kind: str
+    stock: Stock, kind: str, step: int
 ) -> None:
     # LLMLingua 195: nothing happened below 150 tokens, above 5,000 it over- or undershot.
     rng = np.random.default_rng()
     rates = rng.uniform(0.02, 1.0, size=5001)
-    for n in range(1, 5001):
+    for n in (*range(1, 1000), *range(1000 + int(rng.integers(step)), 5001, step)):
         rate = float(rates[n])
         prompt = getattr(stock, kind)(n, keep_rate=rate)
         kept = select(prompt, fresh_scores(rng, len(prompt.draft)))
@@ -184,9 +187,7 @@ def test_coverage_keeps_the_fewest_best_chunks_that_hold_the_share_within_floor_
 
 
 @given(n=st.integers(300, 3000), rate=st.floats(0.01, 1), seed=st.integers(0, 2**32))
-def test_floor_and_ceiling_bound_the_budget(
-    stock: Stock, n: int, rate: float, seed: int
-) -> None:
+def test_floor_and_ceiling_bound_the_budget(stock: Stock, n: int, rate: float, seed: int) -> None:
     knobs = {"keep_rate": rate, "min_keep_tokens": 200, "max_keep_tokens": 250}
     prompt = stock.shared(n, **knobs)
     kept = select(prompt, fresh_scores(np.random.default_rng(seed), n))
@@ -199,9 +200,8 @@ def test_real_tokenizers_meet_the_budget_in_target_tokens(
     byte_level: Any, metaspace: Any, crossed: bool, length: int
 ) -> None:
     rng = np.random.default_rng()
-    stock = "the key lies under third stone Fuel Dilution найден лиса 狐狸。 寿司 🙂 café\n नमस्ते".split(" ")  # noqa: E501
     for target, draft in ((byte_level, metaspace), (metaspace, byte_level)):
-        text = " ".join(rng.choice(stock, size=length)) + "."
+        text = " ".join(rng.choice(WORDS, size=length)) + "."
         for keep in (0.1, 0.3, 0.7):
             prompt = prepare(
                 text,
@@ -306,7 +306,10 @@ def test_the_same_prompt_gives_the_same_plan_alone_or_among_others_in_any_order(
     # Jingyu6 B1: from the second sequence of a batch on, another token's query was used.
     lengths = [1500, 40, 733, 2048, 1500]
     prompts = [stock.crossed(n, keep_rate=0.3) for n in lengths]
-    scores = [fresh_scores(np.random.default_rng(n), len(p.draft)) for n, p in zip(lengths, prompts, strict=True)]  # noqa: E501
+    scores = [
+        fresh_scores(np.random.default_rng(n), len(p.draft))
+        for n, p in zip(lengths, prompts, strict=True)
+    ]
     alone = [select(p, s) for p, s in zip(prompts, scores, strict=True)]
     for order in ([4, 3, 2, 1, 0], [2, 0, 4, 1, 3]):
         for i in order:
@@ -401,7 +404,9 @@ def test_no_kept_stretch_begins_or_ends_within_a_character_or_a_word_of_either_t
             text + " end.",
             target_tokenizer=target,
             draft_tokenizer=draft if crossed else None,
-            settings=Settings(keep_rate=0.5, min_keep_tokens=0, tail_tokens=0, chunk_tokens=12, snap=snap),  # noqa: E501
+            settings=Settings(
+                keep_rate=0.5, min_keep_tokens=0, tail_tokens=0, chunk_tokens=12, snap=snap
+            ),
         )
         kept = select(prompt, fresh_scores(np.random.default_rng(seed), len(prompt.draft)))
         found = Boundaries(prompt.text, prompt.target.starts, prompt.target.ends)
@@ -438,8 +443,9 @@ def test_the_spans_told_are_the_text_that_the_target_reads(
     byte_level: Any, metaspace: Any, seed: int, rate: float
 ) -> None:
     rng = np.random.default_rng(seed)
-    stock = "the key lies under third stone Fuel Dilution найден лиса 狐狸。 寿司 🙂 café".split(" ")
-    text = " ".join(rng.choice(stock, size=400)) + " end."
+    # A tail that begins between two Han characters may part a token of the draft.
+    spaced = [word for word in WORDS if word not in ("狐狸。", "寿司")]
+    text = " ".join(rng.choice(spaced, size=400)) + " end."
     for target, draft in ((byte_level, metaspace), (metaspace, byte_level)):
         prompt = prepare(
             text,

@@ -5,17 +5,15 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from tests.strategies import texts
 
+from tests.strategies import texts
 from trtllm_specprefill.target.text import TextStream
 
 REPLACEMENT = "\ufffd"
 
 
 def whole(tokenizer: Any, ids: list[int]) -> str:
-    return str(
-        tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    )
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def streamed(tokenizer: Any, ids: list[int], stop: tuple[str, ...] = ()) -> list[str]:
@@ -98,10 +96,11 @@ def test_the_text_ends_right_before_a_stop_text_whatever_the_token_borders(
     assert "".join(pieces) == full[: full.index(stop)]
 
 
-@given(text=st.text(alphabet="ab c", max_size=40), stops=st.lists(st.text("abc ", min_size=1, max_size=5), min_size=1, max_size=3))  # noqa: E501
-def test_nothing_of_a_stop_text_is_ever_shown(
-    tokenizer: Any, text: str, stops: list[str]
-) -> None:
+@given(
+    text=st.text(alphabet="ab c", max_size=40),
+    stops=st.lists(st.text("abc ", min_size=1, max_size=5), min_size=1, max_size=3),
+)
+def test_nothing_of_a_stop_text_is_ever_shown(tokenizer: Any, text: str, stops: list[str]) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     full = whole(tokenizer, ids)
     stream = TextStream(tokenizer, stops)

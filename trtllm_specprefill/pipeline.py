@@ -268,14 +268,17 @@ class SpecPrefill:
                     raise
                 prompt = prepared(None)
                 return prompt, _fallback(prompt, Reason.TOKENIZER_MISMATCH, error)
-        refusal = self._refusal(prompt)
-        if refusal is not None:
-            return prompt, dense_plan(prompt, *refusal)
         try:
+            refusal = self._refusal(prompt)
+            if refusal is not None:
+                return prompt, dense_plan(prompt, *refusal)
             return prompt, self._pruned(prompt, sampling, clock)
         except _FALLBACKS as error:
             reason = next(r for kind, r in _REASONS.items() if isinstance(error, kind))
             return prompt, _fallback(prompt, reason, error)
+        except Exception as error:  # a fault of ours: the request is answered all the same
+            _log.warning("pruning failed", exc_info=True)
+            return prompt, _fallback(prompt, Reason.DRAFT_FAILED, error)
 
     def _refusal(self, prompt: Prompt) -> tuple[Reason, str] | None:
         """Why this prompt is not to be pruned at all, before the draft has run."""
@@ -309,7 +312,9 @@ class SpecPrefill:
             separator = self._separator_ids(prompt.settings, positions)
             kept = select(prompt, importance, separator.size)
         if kept.protected_exceeds_budget:
-            words = f"{kept.tokens} protected tokens exceed the budget of {kept.budget}"
+            # Under coverage only a ceiling can be exceeded.
+            most = prompt.settings.max_keep_tokens if kept.budget is None else kept.budget
+            words = f"{kept.tokens} protected tokens exceed the budget of {most}"
             return dense_plan(prompt, Reason.PROTECTED_EXCEEDS_BUDGET, words)
         with clock.stage("plan"):
             plan = make_plan(prompt, kept, positions, separator)
@@ -319,12 +324,18 @@ class SpecPrefill:
     def _score(self, prompt: Prompt) -> Importance:
         assert self.draft is not None
         try:
-            return self.draft.score(prompt.draft.ids, prompt.settings)
+            importance = self.draft.score(prompt.draft.ids, prompt.settings)
         except SpecPrefillError:
             raise
         except Exception as error:  # foreign code: whatever it raises, the request is answered
             _log.warning("draft %s failed", self.draft.name, exc_info=True)
             raise DraftFailed(f"{type(error).__name__}: {error}") from error
+        if importance.scores.size != len(prompt.draft):
+            raise DraftFailed(
+                f"draft {self.draft.name} gave {importance.scores.size} scores"
+                f" for {len(prompt.draft)} tokens"
+            )
+        return importance
 
     def _separator_ids(self, settings: Settings, positions: Positions) -> NDArray[np.int32]:
         if not settings.separator or positions == "original":
@@ -359,11 +370,11 @@ _REASONS: dict[type[SpecPrefillError], Reason] = {
 _FALLBACKS = tuple(_REASONS)
 
 
-def _fallback(prompt: Prompt, reason: Reason, error: SpecPrefillError) -> PrunePlan:
+def _fallback(prompt: Prompt, reason: Reason, error: Exception) -> PrunePlan:
     """The dense plan with `reason`; under strict, `error` itself."""
     if prompt.settings.strict:
         raise error
-    return dense_plan(prompt, reason, str(error))
+    return dense_plan(prompt, reason, str(error) or type(error).__name__)
 
 
 def _with_knobs(

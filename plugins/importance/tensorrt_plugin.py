@@ -151,14 +151,16 @@ def add_importance_layer(
     scale: float,
     pool: int,
     causal: bool,
+    splits: int | None = None,
     sm: int = 0,
 ) -> trt.ITensor:
     """Add both plugins for one layer of the draft; returns the new maximum, fp32 `[B, W, N]`.
 
-    The inputs are those of the torch op `specprefill::importance_layer`.
+    The inputs are those of the torch op `specprefill::importance_layer`. splits: see
+    `default_splits`, which None takes. sm: the compute capability to compile for, 0 for this GPU.
     """
     inputs = (queries, keys, lengths, heads, key_scale)
-    attributes: dict[str, Any] = {"splits": default_splits(heads.shape[0]), "sm": sm}
+    attributes: dict[str, Any] = {"splits": splits or default_splits(heads.shape[0]), "sm": sm}
     plugins = trtp.op.specprefill
     lse = plugins.importance_lse(*inputs, scale=scale, causal=int(causal), **attributes)
     parts = network.add_plugin(lse, aot=True).get_output(0)

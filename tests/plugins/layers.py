@@ -1,13 +1,27 @@
-"""One layer's inputs, the kernels run on them in the interpreter, and the float64 judge."""
+"""One layer's inputs, the kernels run on them in the interpreter, and the float64 judge.
 
+Triton decides whether to interpret when it is first imported, and other tests import it too. So
+kernels run in one child process that starts with TRITON_INTERPRET set.
+"""
+
+import atexit
+import functools
+import io
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-import gpu_check
 import torch
 
-from plugins.importance.launch import head_table
+from perf import gpu_check
+from plugins.importance.launch import LSE, POOL, Problem, head_table
 from plugins.importance.torch_op import launch, problem_of
 
+ROOT = Path(__file__).resolve().parents[2]
 NAN = float("nan")
 SPLITS = 2  # the interpreter runs one program after the other
 
@@ -38,24 +52,19 @@ class Layer:
         rows = head_table(self.queries.shape[1], self.keys.shape[1], self.heads)
         return torch.tensor(rows, dtype=torch.int32)
 
-    def problem(self):
+    def problem(self) -> Problem:
         problem = problem_of(
             self.queries, self.keys, self.table, self.scale, self.pool, self.causal
         )
         return replace(problem, splits=SPLITS)
 
-    def inputs(self):
+    def inputs(self) -> tuple[torch.Tensor, ...]:
         sizes = torch.tensor(self.lengths, dtype=torch.int32)
         return self.queries, self.keys, sizes, self.table, self.key_scale, self.running
 
     def kernels(self, poison: float = NAN) -> torch.Tensor:
         """Both kernels' result `[B, W, N]`; whatever they do not write stays `poison`."""
-        problem = self.problem()
-        b, _, w, _ = self.queries.shape
-        parts = torch.full(problem.parts_shape(b, w), poison)
-        out = torch.full_like(self.running, poison)
-        launch(problem, *self.inputs(), parts, out)
-        return out
+        return interpreted(run_kernels, self, poison)
 
     def plain(self) -> torch.Tensor:
         """The torch op's CPU form."""
@@ -82,3 +91,99 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest elementwise relative error; weights below 1e-30 count by their difference."""
     assert not got.isnan().any(), "an element is NaN or was never written"
     return float(((got.double() - expected).abs() / expected.clamp(min=1e-30)).max())
+
+
+def interpreted(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of this module in the process where kernels are interpreted."""
+    return _load(_interpreter_process().submit(_call, _save((function, arguments))).result())
+
+
+def run_kernels(layer: Layer, poison: float) -> torch.Tensor:
+    problem = layer.problem()
+    b, _, w, _ = layer.queries.shape
+    parts = torch.full(problem.parts_shape(b, w), poison)
+    out = torch.full_like(layer.running, poison)
+    launch(problem, *layer.inputs(), parts, out)
+    return out
+
+
+def run_grids(
+    layer: Layer,
+    problem: Problem,
+    grids: dict[str, tuple[int, ...]],
+    scalars: dict[str, tuple[int, ...]],
+) -> tuple[torch.Tensor, dict[str, tuple[int, int]]]:
+    """Launch both kernels with given grids and scalars.
+
+    Returns the result and, for each kernel, the fewest and the most times that any element of
+    its output was stored; a store outside the output raises `IndexError`.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from plugins.importance import kernels
+
+    store = InterpreterBuilder.create_masked_store
+    addresses: list[torch.Tensor] = []
+
+    def recorded(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        addresses.append(torch.from_numpy(pointers.data[mask.data].astype("int64")))
+        return store(builder, pointers, value, mask, *rest)
+
+    def stores_of(tensor: torch.Tensor) -> tuple[int, int]:
+        places = (torch.cat(addresses) - tensor.data_ptr()) // tensor.element_size()
+        addresses.clear()
+        if places.min() < 0 or places.max() >= tensor.numel():
+            raise IndexError("a program stored outside the output")
+        counts = torch.bincount(places, minlength=tensor.numel())
+        return int(counts.min()), int(counts.max())
+
+    b, _, w, _ = layer.queries.shape
+    queries, keys, sizes, table, key_scale, running = layer.inputs()
+    keys = keys.view(torch.uint8) if keys.dtype == torch.float8_e4m3fn else keys
+    inputs = (queries, keys, sizes, table, key_scale)
+    parts = torch.full(problem.parts_shape(b, w), NAN)
+    out = torch.full_like(running, NAN)
+    counts = {}
+    InterpreterBuilder.create_masked_store = recorded
+    try:
+        kernels.lse_kernel[grids[LSE]](*inputs, *scalars[LSE], parts, **problem.constants(LSE))
+        counts[LSE] = stores_of(parts)
+        kernels.pool_kernel[grids[POOL]](
+            *inputs, parts, running, *scalars[POOL], out, **problem.constants(POOL)
+        )
+        counts[POOL] = stores_of(out)
+    finally:
+        InterpreterBuilder.create_masked_store = store
+    return out, counts
+
+
+@functools.cache
+def _interpreter_process() -> ProcessPoolExecutor:
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        pool.submit(_call, _save((os.getpid, ()))).result()
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+    atexit.register(pool.shutdown)
+    return pool
+
+
+def _call(blob: bytes) -> bytes:
+    function, arguments = _load(blob)
+    return _save(function(*arguments))
+
+
+# Saved here, not by multiprocessing, which would pass tensors as shared memory.
+def _save(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _load(blob: bytes) -> Any:
+    return torch.load(io.BytesIO(blob), weights_only=False)

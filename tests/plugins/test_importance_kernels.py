@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layers import NAN, Layer, relative_error
 
+from tests.plugins.layers import NAN, Layer, relative_error
 from trtllm_specprefill.importance import reference_importance
 
 FP8 = torch.float8_e4m3fn

@@ -1,0 +1,191 @@
+"""The torch op: its CPU form, its fake form, its agreement with the kernels, and its ONNX node."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from plugins.importance import importance_layer, torch_op
+from plugins.importance.launch import default_splits
+from tests.plugins.layers import NAN, Layer, relative_error
+from trtllm_specprefill.importance import RunningImportance, reference_importance
+
+FP8 = torch.float8_e4m3fn
+
+
+def ragged(query_type: torch.dtype, key_type: torch.dtype, causal: bool) -> Layer:
+    return Layer(
+        torch.randn(3, 6, 4, 80).to(query_type),
+        torch.randn(3, 2, 110, 80).to(key_type),
+        causal=causal,
+        lengths=[110, 0, 37],
+        heads=(0, 2, 5),
+        running=torch.rand(3, 4, 110) / 110,
+        key_scale=0.5 + torch.rand(2),
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("query_type", "key_type"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, FP8),
+    ],
+)
+def test_cpu_form_agrees_with_float64_and_with_the_kernels(
+    query_type: torch.dtype, key_type: torch.dtype, causal: bool
+) -> None:
+    torch.manual_seed(1)
+    layer = ragged(query_type, key_type, causal)
+    assert relative_error(layer.plain(), layer.float64()) <= 1e-5
+    assert relative_error(layer.kernels(), layer.plain().double()) <= 1e-2
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1000])
+def test_cpu_form_does_not_depend_on_its_block_of_keys(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(2)
+    layer = ragged(torch.float32, torch.float32, True)
+    whole = layer.plain()
+    monkeypatch.setattr(torch_op, "_KEY_BLOCK", block)
+    assert torch.allclose(layer.plain(), whole, rtol=1e-5, atol=0)
+
+
+def test_layers_in_turn_give_what_the_library_defines_and_streams() -> None:
+    torch.manual_seed(3)
+    stack = [(torch.randn(1, 6, 5, 64), torch.randn(1, 2, 150, 64)) for _ in range(3)]
+    running = None
+    streamed = RunningImportance(5, 150)
+    for queries, keys in stack:
+        running = importance_layer(queries, keys, running, scale=0.125)
+        streamed.add(0, queries[0], keys[0], 0.125)
+    got = running[0].double().mean(0)
+    expected = reference_importance(
+        [q[0].numpy() for q, _ in stack], [k[0].numpy() for _, k in stack], 0.125
+    )
+    assert relative_error(got, torch.from_numpy(expected)) <= 1e-5
+    assert relative_error(torch.from_numpy(streamed.scores()), got) <= 1e-5
+
+
+def test_cpu_form_treats_bad_values_as_the_kernels_do() -> None:
+    torch.manual_seed(4)
+    layer = Layer(torch.randn(2, 4, 3, 64), torch.randn(2, 2, 90, 64), lengths=[80, 90])
+    layer.keys[0, 0, 85] = NAN
+    layer.keys[0, 1, 3, 7] = float("-inf")
+    layer.queries[1, 3, 2, 0] = float("inf")
+    layer.running[1, 0, 5] = NAN
+    assert torch.equal(layer.kernels().isnan(), layer.plain().isnan())
+    assert layer.plain()[0, :, :80].isnan().all()
+    assert layer.plain()[1, 2].isnan().all()
+
+
+def test_op_declares_what_it_does() -> None:
+    torch.manual_seed(5)
+    layer = ragged(torch.bfloat16, torch.bfloat16, True)
+    torch.library.opcheck(
+        torch.ops.specprefill.importance_layer.default,
+        (*layer.inputs(), layer.scale, layer.pool, layer.causal),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"keys": torch.randn(1, 2, 9, 80)}, "keys"),
+        ({"running": torch.zeros(1, 4, 8)}, "running"),
+        ({"lengths": torch.tensor([9, 9])}, "lengths"),
+        ({"queries": torch.randn(1, 4, 65, 64), "running": None}, "W = 65"),
+        ({"key_scale": torch.ones(3)}, "expand"),
+        ({"pool": 4}, "pool"),
+        ({"heads": [4]}, "heads"),
+        ({"keys": torch.randn(1, 2, 9, 64).half()}, "key_type"),
+        ({"keys": torch.randn(1, 2, 9, 64).double()}, "keys"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(change: dict, word: str) -> None:
+    arguments = {
+        "queries": torch.randn(1, 4, 4, 64),
+        "keys": torch.randn(1, 2, 9, 64),
+        "running": torch.zeros(1, 4, 9),
+        "scale": 0.125,
+    }
+    with pytest.raises((ValueError, RuntimeError), match=word):
+        importance_layer(**(arguments | change))
+
+
+class Draft(torch.nn.Module):
+    """Two layers of scoring, as a draft would export them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("heads", torch.tensor([[0, 0, 1], [1, 2, 3]], dtype=torch.int32))
+        self.register_buffer("key_scale", torch.ones(2))
+
+    def forward(
+        self, queries: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        running = torch.zeros(queries.shape[0], queries.shape[2], keys.shape[2])
+        for _ in range(2):
+            running = torch.ops.specprefill.importance_layer(
+                queries, keys, lengths, self.heads, self.key_scale, running, 0.125, 13, False
+            )
+            queries, keys = queries + 1, keys - 1
+        return running
+
+
+@pytest.fixture(scope="module")
+def exported() -> Any:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    from plugins.importance.onnx_nodes import translations
+
+    b, w, n = (torch.export.Dim(x) for x in ("B", "W", "N"))
+    program = torch.onnx.export(
+        Draft().eval(),
+        (torch.randn(2, 4, 3, 64), torch.randn(2, 2, 40, 64), torch.full((2,), 40).int()),
+        dynamo=True,
+        dynamic_shapes=({0: b, 2: w}, {0: b, 2: n}, {0: b}),
+        custom_translation_table=translations(),
+        verbose=False,
+    )
+    onnx.checker.check_model(program.model_proto)
+    return program.model_proto
+
+
+def test_each_layer_exports_as_one_node_with_dynamic_shapes(exported: Any) -> None:
+    nodes = [n for n in exported.graph.node if n.domain == "specprefill"]
+    assert [n.op_type for n in nodes] == ["importance_layer"] * 2
+    assert {a.name for a in nodes[0].attribute} == {"scale", "pool", "causal"}
+    dims = exported.graph.output[0].type.tensor_type.shape.dim
+    assert all(d.dim_param for d in dims)
+
+
+def test_nodes_expand_to_the_plugins_with_their_attributes(exported: Any) -> None:
+    import onnx
+
+    from plugins.importance.onnx_nodes import expand_for_tensorrt
+
+    model = onnx.ModelProto()
+    model.CopyFrom(exported)
+    assert expand_for_tensorrt(model, sm=90) == 2
+    onnx.checker.check_model(model)
+    nodes = [n for n in model.graph.node if n.domain == "specprefill"]
+    assert [n.op_type for n in nodes] == ["importance_lse", "importance_pool"] * 2
+    lse, pool = nodes[:2]
+    assert list(pool.input) == [*lse.input, lse.output[0], pool.input[6]]
+    assert nodes[3].input[6] == pool.output[0]
+    values = {a.name: onnx.helper.get_attribute_value(a) for a in pool.attribute}
+    assert values.pop("scale") == pytest.approx(0.125)
+    assert values == {
+        "pool": 13,
+        "causal": 0,
+        "splits": default_splits(2),
+        "sm": 90,
+        "plugin_namespace": b"specprefill",
+        "aot": 1,
+    }
