@@ -87,7 +87,7 @@ def _say(line: str) -> None:
 
 def _stages(model: SpecPrefill, tokens: int, keep: float, rounds: int) -> dict[str, Any]:
     """Medians of TTFT and of each stage, dense and pruned in turn."""
-    case = next(cases(haystack(), model.target.tokenizer, [tokens], 1, 5))
+    case = next(cases(haystack(), model.target.tokenizer, [tokens], [1], 5))
     source = ask(case.context, case.question, model.target.tokenizer)
     arms: dict[str, dict[str, Any]] = {
         "dense": {"enabled": False},

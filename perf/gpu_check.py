@@ -149,9 +149,7 @@ def check_case(case: Case, types: str, device: str, seed: int) -> dict[str, obje
     problem = problem_of(queries, keys, table, scale, case.pool, case.causal)
     if device == "cpu":  # the interpreter runs one program after the other
         problem = replace(problem, splits=4)
-    parts = torch.full(
-        problem.parts_shape(len(lengths), case.queries), float("nan"), device=device
-    )
+    parts = torch.full(problem.parts_shape(len(lengths), case.queries), float("nan"), device=device)
     out = torch.full_like(running, float("nan"))
     sizes = torch.tensor(lengths, dtype=torch.int32, device=device)
     launch(problem, queries, keys, sizes, table, key_scale, running, parts, out)
@@ -190,12 +188,17 @@ def sanitize(tool: str) -> dict[str, object]:
 
 
 def median_milliseconds(calls: list, repeats: int) -> float:
-    """Median time of the calls by CUDA events, taken in turn after one untimed round."""
+    """Median time of the calls by CUDA events, taken in turn after one untimed round.
+
+    Each call is queued behind a pause of about a millisecond, so that the events see the GPU's
+    time and not Python's.
+    """
     for call in calls:
         call()
     times = []
     for i in range(repeats):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2_000_000)
         start.record()
         calls[i % len(calls)]()
         stop.record()
@@ -260,8 +263,7 @@ def run(device: str, small_only: bool) -> dict[str, object]:
     skipped: list[str] = []
     cases = SMALL if small_only or device == "cpu" else SMALL + LARGE
     for i, case in enumerate(cases):
-        for types in TYPES:
-            results.append(check_case(case, types, device, seed=1000 + i))
+        results += [check_case(case, types, device, seed=1000 + i) for types in TYPES]
     if device == "cpu":
         skipped.append("compute-sanitizer and all times: no GPU here")
     elif not small_only:

@@ -42,7 +42,7 @@ def passage(prose: str, characters: int, seed: int | None = None) -> str:
 
 
 def planted(model: SpecPrefill, prose: str, tokens: int, seed: int) -> Any:
-    case = next(cases(prose, model.target.tokenizer, [tokens], 1, seed))
+    case = next(cases(prose, model.target.tokenizer, [tokens], [1], seed))
     source = ask(case.context, case.question, model.target.tokenizer)
     return case, source if isinstance(source, list) else f"{source} {case.lead}"
 

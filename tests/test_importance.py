@@ -146,11 +146,11 @@ def test_only_the_queries_that_voted_are_averaged() -> None:
 
 
 def test_large_logits_do_not_overflow() -> None:
-    layers = fresh_layers(1, 2, 1, 1, 60, 16)
-    layers = [(q * 40, k * 40) for q, k in layers]
+    # One head: with several, each gives its own best token the same weight of almost 1.
+    layers = [(q * 40, k * 40) for q, k in fresh_layers(1, 1, 1, 1, 60, 16)]
     found = running(layers, 0.25, pool=1, key_block=9)
+    np.testing.assert_allclose(found, judged(layers, 0.25, pool=1), rtol=0, atol=1e-2)
     assert np.isfinite(found).all()
-    assert found.argmax() == judged(layers, 0.25, pool=1).argmax()
 
 
 def test_half_precision_inputs_are_scored_in_float32() -> None:

@@ -280,6 +280,14 @@ def test_a_short_last_chunk_is_chosen_when_it_is_the_best() -> None:
     assert np.flatnonzero(kept.target_tokens).tolist() == list(range(n - 5, n))
 
 
+def test_room_too_small_for_the_next_best_chunk_goes_to_a_smaller_one() -> None:
+    n = 32 * 6 + 5
+    scores = np.linspace(1, 0.1, n)  # the short last chunk is worth least
+    prompt = prompt_of("x" * n, cut_at(np.arange(n + 1)), keep_tokens=69, snap="char")
+    kept = select(prompt, importance(scores))
+    assert np.flatnonzero(kept.target_tokens).tolist() == [*range(64), *range(n - 5, n)]
+
+
 def test_ties_go_to_the_earlier_chunk() -> None:
     n = 32 * 8
     prompt = prompt_of("x" * n, cut_at(np.arange(n + 1)), keep_tokens=65, snap="char")

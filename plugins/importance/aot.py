@@ -95,9 +95,8 @@ def compile_kernel(problem: Problem, kernel: Kernel, target: int) -> CompiledKer
     ptx = _without_scratch(built.asm["ptx"], len(arguments))
     cubin = _assemble(ptx, target)
     registers, stack = _resources(cubin)
-    return CompiledKernel(
-        name, target, ptx, cubin, 32 * problem.options(kernel)["num_warps"], shared, registers, stack
-    )
+    threads = 32 * problem.options(kernel)["num_warps"]
+    return CompiledKernel(name, target, ptx, cubin, threads, shared, registers, stack)
 
 
 def parameters(ptx: str) -> list[str]:

@@ -4,7 +4,8 @@ The same source runs in Triton's interpreter on a CPU, on a GPU under torch, and
 ahead of time, inside a TensorRT engine. What they compute is defined by
 `trtllm_specprefill.importance` (speculative prefill, arXiv 2502.02789, section 3.2):
 
-    running[b, j, i] = max(running[b, j, i], max_h avgpool_P(softmax_i(scale * q[b, h, j] . k[b, h, i])))
+    weight[h, j, i]  = softmax_i(scale * q[b, h, j] . k[b, h, i])
+    running[b, j, i] = max(running[b, j, i], max_h avgpool_P(weight[h, j])[i])
 
 `lse_kernel` finds the softmax denominators, split over the keys as in flash decoding
 (arXiv 2205.14135); `pool_kernel` recomputes the logits of a tile of keys, normalises, pools,
@@ -45,9 +46,9 @@ P = POOL, so that a tile yields T - P + 1 positions.
                                  fp32 term), since windows across columns have no other fast form
 
 On an H200 (4.3 TB/s copy, 790 TFLOP/s bf16, measured) one layer of Llama-3.2-1B (Hq 32, Hkv 8,
-D 64) with W 8, N 131072 and bf16 keys moves 277 MB, a floor of 64 us, and does 26 GFLOP, 33 us:
-bytes set the floor until W * r reaches about 64. With more query rows than QUERY_BLOCK the keys are read
-once per block of queries; the blocks of one tile run next to each other so that L2 serves them.
+D 64) with W 8, N 131072 and bf16 keys moves FLOOR_BYTES MB, a floor of FLOOR_US us, and does FLOPS GFLOP, FLOPS_US us. PLACEHOLDER
+With more queries than QUERY_BLOCK the keys are read once per block of queries; the blocks of one
+tile run next to each other, so that L2 serves them.
 """
 
 import triton

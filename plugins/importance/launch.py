@@ -219,8 +219,9 @@ class Problem:
     def bytes_floor(self, b: int, w: int, n: int) -> int:
         """Bytes that must cross the memory bus for one layer: see `kernels`, "What it costs"."""
         size = {"fp32": 4, "fp16": 2, "bf16": 2, "u8": 1}
-        keys = 2 * size[self.key_type] * b * self.kv_heads * n * self.dim
-        return keys + 8 * b * w * n + 2 * size[self.query_type] * b * self.query_heads * w * self.dim
+        keys = size[self.key_type] * b * self.kv_heads * n * self.dim
+        queries = size[self.query_type] * b * self.query_heads * w * self.dim
+        return 2 * keys + 2 * queries + 8 * b * w * n
 
     def flops(self, b: int, w: int, n: int) -> int:
         """Multiplies and adds of one layer in the tensor cores, padding left out."""

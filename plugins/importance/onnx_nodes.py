@@ -94,7 +94,7 @@ def expand_for_tensorrt(model: onnx.ModelProto, sm: int = 0) -> int:
     count = 0
     for node in model.graph.node:
         if node.op_type == "Constant":
-            shapes |= {node.output[0]: list(a.t.dims) for a in node.attribute if a.name == "value"}
+            shapes[node.output[0]] = list(node.attribute[0].t.dims)
         if (node.domain, node.op_type) != (DOMAIN, "importance_layer"):
             nodes.append(node)
             continue

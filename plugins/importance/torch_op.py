@@ -30,7 +30,7 @@ _TYPE_NAMES = {
     torch.bfloat16: "bf16",
     torch.float8_e4m3fn: "u8",
 }
-_KEY_BLOCK = 2048
+_KEY_BLOCK = 4096
 _NEG_INF = float("-inf")
 
 

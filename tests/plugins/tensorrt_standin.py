@@ -130,7 +130,7 @@ class IKernelLaunchParams:
 
 
 class ISymExprs:
-    nbSymExprs = 0
+    nbSymExprs = 0  # noqa: N815 (the native module's name)
 
     def __init__(self):
         self.expressions = {}
@@ -289,16 +289,11 @@ def nptype(dtype):
     return {DataType.FLOAT: np.float32, DataType.HALF: np.float16, DataType.INT32: np.int32}[dtype]
 
 
-def _interface(name):
-    return type(name, (), {})
-
-
-for _name in (
-    "IPluginV3 IPluginV3QuickCore IPluginV3QuickBuild IPluginV3QuickRuntime "
-    "IPluginV3QuickAOTBuild IPluginCreatorV3Quick ICudaEngine IExecutionContext Runtime "
-    "IHostMemory Builder OnnxParser IBuilderConfig"
-).split():
-    globals()[_name] = _interface(_name)
+# Interfaces that the Python layer inherits from or decorates, without methods of their own.
+_INTERFACES = """IPluginV3 IPluginV3QuickCore IPluginV3QuickBuild IPluginV3QuickRuntime
+    IPluginV3QuickAOTBuild IPluginCreatorV3Quick ICudaEngine IExecutionContext Runtime
+    IHostMemory Builder OnnxParser IBuilderConfig"""
+globals().update({name: type(name, (), {}) for name in _INTERFACES.split()})
 
 
 def install(bindings: Path) -> types.ModuleType:

@@ -1,4 +1,4 @@
-"""The plugin under the real decorators of TensorRT's Python layer, over a stand-in native module."""
+"""The plugin under the decorators of TensorRT's own Python layer, over a stand-in native module."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def bindings(request: pytest.FixtureRequest) -> Path:
         command += ["-q", "-d", str(folder), f"tensorrt-cu13-bindings=={version}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            pytest.skip(f"tensorrt-cu13-bindings {version} cannot be had here: {done.stderr[-200:]}")
+            pytest.skip(f"no tensorrt-cu13-bindings {version} here: {done.stderr[-200:]}")
         wheel = next(folder.glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder)

@@ -13,6 +13,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from trtllm_specprefill import cli
+from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import Case, cases, digest, run_case, summary
 from trtllm_specprefill.evaluation.report import command, machine
@@ -44,7 +45,9 @@ def needle(
         4000,
         7000,
     ],
-    needles: Annotated[int, typer.Option(min=1, help="Needles for each length.")] = 8,
+    needles: Annotated[
+        list[int], typer.Option(min=1, help="Needles: one number, or one for each length.")
+    ] = [8],  # noqa: B006
     keep: Annotated[list[float], typer.Option(help="Keep rates; repeatable.")] = [  # noqa: B006
         0.5,
         0.3,
@@ -57,16 +60,30 @@ def needle(
     document: Document_ = None,
     dtype: cli.Dtype_ = "auto",
     device: cli.Device_ = "auto",
+    out: Annotated[
+        Path | None, typer.Option(help="Also write the report here, anew after every case.")
+    ] = None,
     as_json: cli.Json_ = False,
 ) -> None:
     """Plant a fact in long prose, prune, ask: full, at each keep rate, and at random."""
     prose = haystack(document, _say)
     knobs = cli.parse_settings(setting)
+    counts = needles * len(lengths) if len(needles) == 1 else needles
+    if len(counts) != len(lengths):
+        raise InputError("needles", needles, f"one number, or {len(lengths)}: one for each length")
     model = SpecPrefill.from_pretrained(draft, target, dtype=dtype, device=device, progress=_say)
+    report: dict[str, Any] = {
+        "command": command(),
+        "machine": machine(),
+        "draft": draft,
+        "target": target,
+        "haystack_sha256": digest(prose),
+        "seed": seed,
+    }
     rows: list[dict[str, Any]] = []
     with Bar(console=_screen, transient=True) as bar:
-        task = bar.add_task("needles", total=len(lengths) * needles)
-        for case in cases(prose, model.target.tokenizer, lengths, needles, seed):
+        task = bar.add_task("needles", total=sum(counts))
+        for case in cases(prose, model.target.tokenizer, lengths, counts, seed):
             rows.append(run_case(model, case, keep, random_keep, knobs))
             right = [arm for arm, result in rows[-1]["results"].items() if result["right"]]
             bar.update(task, advance=1)
@@ -74,16 +91,10 @@ def needle(
                 f"{case.tokens} tokens, depth {case.depth:.2f}: right with {', '.join(right)}",
                 style="dim",
             )
-    report = {
-        "command": command(),
-        "machine": machine(),
-        "draft": draft,
-        "target": target,
-        "haystack_sha256": digest(prose),
-        "seed": seed,
-        "summary": summary(rows),
-        "cases": rows,
-    }
+            report |= {"summary": summary(rows), "cases": rows}
+            if out is not None:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", "utf-8")
     if as_json:
         print(json.dumps(report, ensure_ascii=False, indent=1))
     else:
@@ -111,7 +122,7 @@ def demo(
 ) -> None:
     """Plant a fact in a long document, ask for it with and without pruning, show both."""
     prose = haystack(document, _say)
-    case: Case = next(cases(prose, load_tokenizer(target, _say), [tokens], 1, seed))
+    case: Case = next(cases(prose, load_tokenizer(target, _say), [tokens], [1], seed))
     with tempfile.TemporaryDirectory() as folder:
         context = Path(folder) / "document.txt"
         context.write_text(case.context, "utf-8")

@@ -69,15 +69,15 @@ class Case:
 
 
 def cases(
-    prose: str, tokenizer: Any, lengths: Sequence[int], needles: int, seed: int
+    prose: str, tokenizer: Any, lengths: Sequence[int], needles: Sequence[int], seed: int
 ) -> Iterator[Case]:
-    """`needles` cases for each of `lengths` (tokens of the context), depths spread evenly."""
+    """For each of `lengths` (tokens of the context) so many `needles`, depths spread evenly."""
     paragraphs = prose.split("\n\n")
-    for tokens in lengths:
-        for i in range(needles):
+    for tokens, count in zip(lengths, needles, strict=True):
+        for i in range(count):
             case_seed = seed + 1000 * tokens + i
             rng = random.Random(case_seed)
-            depth = (i + 0.5) / needles
+            depth = (i + 0.5) / count
             body = _passage(paragraphs, tokenizer, tokens, rng)
             cut = min(range(len(body)), key=lambda j: abs(_share(body, j) - depth))
             fact, question, lead = rng.choice(TEMPLATES)
