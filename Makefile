@@ -2,8 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-MODELS := smollm2-135m
-RUN := $(BIN)/specprefill run
 
 .PHONY: setup demo test test-all lint bench clean
 

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from trtllm_specprefill import cli
 from trtllm_specprefill.draft.torch import TorchDraft
+from trtllm_specprefill.errors import DraftFailed
 from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import cases
 from trtllm_specprefill.evaluation.report import command, machine
@@ -96,7 +97,10 @@ def _stages(model: SpecPrefill, tokens: int, keep: float, rounds: int) -> dict[s
     reports: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     for i in range(rounds):
         for name, knobs in arms.items():
-            reports[name].append(model.generate(source, max_tokens=16, **knobs).report())
+            report = model.generate(source, max_tokens=16, **knobs).report()
+            if name == "pruned" and report["reason"] != "pruned":
+                raise DraftFailed(f"not pruned: {report['reason']}: {report['detail']}")
+            reports[name].append(report)
             _say(
                 f"{tokens} tokens, round {i + 1} of {rounds}, {name}:"
                 f" TTFT {reports[name][-1]['ttft_s']:.2f} s"

@@ -68,8 +68,8 @@ class Case:
 SMALL = (
     Case(4, 2, 64, 3, 70, lengths=(1.0, 0.47)),
     Case(3, 1, 80, 1, 33, pool=5, causal=True),
-    Case(4, 4, 96, 5, 65, causal=True, lengths=(0.6, 1.0)),
-    Case(6, 2, 128, 9, 130, heads=(0, 1, 5)),
+    Case(2, 2, 96, 5, 65, causal=True, lengths=(0.6, 1.0)),
+    Case(6, 2, 128, 9, 90, heads=(0, 1, 5)),
     Case(2, 1, 256, 2, 40, lengths=(0.0, 0.9)),
 )
 LARGE = (

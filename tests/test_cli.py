@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trtllm_specprefill import cli
+from trtllm_specprefill import SpecPrefill, cli
 
 
 def specprefill(
@@ -78,8 +78,13 @@ def assert_one_line(code: int, out: str, err: str, *words: str) -> None:
     ],
 )
 def test_a_bad_setting_is_named_before_any_model_is_loaded(
-    run: Any, document: Path, options: tuple[str, ...], words: tuple[str, ...]
+    run: Any,
+    document: Path,
+    options: tuple[str, ...],
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(SpecPrefill, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     assert_one_line(*run("run", "--prompt", str(document), *options), *words)
 
 
@@ -145,6 +150,38 @@ class TestWithModels:
             path = write(tmp_path, "prompt.txt", text)
             assert_one_line(*run("run", "--prompt", path), "prompt", "at least 2 tokens")
 
+    @pytest.mark.parametrize(
+        ("message", "field"),
+        [
+            ({"role": "user"}, "messages[0].content"),
+            ({"role": "user", "content": 7}, "messages[0].content"),
+            (
+                {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]},
+                "messages[0].content[0]",
+            ),
+            (
+                {"role": "assistant", "tool_calls": [{"function": "look_up"}]},
+                "messages[0].tool_calls[0].function",
+            ),
+            (
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                },
+                "messages[0].tool_calls[0].function.arguments",
+            ),
+            (
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+                "messages[0].tool_calls",  # SmolLM2's template drops tool calls without a word
+            ),
+        ],
+    )
+    def test_a_malformed_message_is_named(
+        self, run: Any, tmp_path: Path, message: dict[str, Any], field: str
+    ) -> None:
+        path = write(tmp_path, "m.json", [message])
+        assert_one_line(*run("run", "--messages", path), f"{field}: ")
+
     def test_an_unknown_role_is_named(self, run: Any, tmp_path: Path) -> None:
         path = write(tmp_path, "m.json", [{"role": "robot", "content": "hello"}])
         assert_one_line(*run("run", "--messages", path), "messages[0].role", "robot", "assistant")
@@ -153,7 +190,9 @@ class TestWithModels:
         self, run: Any, tmp_path: Path, prose: str
     ) -> None:
         path = write(tmp_path, "long.txt", prose[:60_000].encode())
-        assert_one_line(*run("run", "--prompt", path, "--keep", "0.9"), "prompt", "8192")
+        assert_one_line(
+            *run("run", "--prompt", path, "--keep", "0.1"), "prompt", "8192", "draft smollm2-135m"
+        )
 
     def test_run_prints_one_json_object_with_everything_in_it(
         self, run: Any, document: Path

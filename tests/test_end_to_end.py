@@ -76,9 +76,9 @@ def test_keeping_everything_gives_the_dense_greedy_text(pair: SpecPrefill, prose
 
 def test_a_pruned_request_leaves_nothing_behind_for_the_next(pair: SpecPrefill, prose: str) -> None:
     """8: a rotary wrapper left behind broke the next turn."""
-    source = [{"role": "user", "content": passage(prose, 1500)}]
+    source = [{"role": "user", "content": passage(prose, 2500)}]
     alone = pair.generate(source, enabled=False, max_tokens=12)
-    pair.generate(source, keep=0.2, max_tokens=4, **ALL)
+    assert pair.generate(source, keep=0.3, max_tokens=4, **ALL).plan.reason is Reason.PRUNED
     assert pair.generate(source, enabled=False, max_tokens=12).token_ids == alone.token_ids
 
 
@@ -101,7 +101,9 @@ def test_an_answer_is_not_empty_at_the_smallest_keep_rate(pair: SpecPrefill, pro
     source = [{"role": "user", "content": passage(prose, 5000) + "\n\nWhat is this about?"}]
     answer = pair.generate(source, keep=0.001, max_tokens=8, threshold=0)
     assert answer.text.strip()
-    assert answer.plan.input_ids.size > 200  # min_keep_tokens is 256, less at most one chunk
+    assert answer.plan.reason is Reason.PRUNED
+    assert 256 - 32 <= answer.plan.input_ids.size <= 256
+    assert "min_keep_tokens raises" in answer.plan.detail  # 13: and it is not done in silence
 
 
 def test_a_system_prompts_secret_word_is_known_cold_and_warm(pair: SpecPrefill, prose: str) -> None:
@@ -112,6 +114,7 @@ def test_a_system_prompts_secret_word_is_known_cold_and_warm(pair: SpecPrefill, 
     ]
     for _ in range(2):
         answer = pair.generate(messages, keep=0.2, max_tokens=16, **ALL)
+        assert answer.plan.reason is Reason.PRUNED
         read = pair.target.tokenizer.decode(answer.plan.input_ids)
         assert messages[0]["content"] in read
         assert "marzipan" in answer.text.lower()
@@ -187,6 +190,23 @@ def test_nan_in_the_draft_is_a_reason_and_in_the_target_an_error(
         pair.generate(source, keep=0.3, max_tokens=4, **ALL)
 
 
+def test_the_target_decodes_what_transformers_decodes(across: SpecPrefill, prose: str) -> None:
+    """On a prompt longer than Gemma's sliding windows, dense and as a contiguous plan alike."""
+    text = passage(prose, 4000)
+    dense = across.generate(text, enabled=False, max_tokens=12)
+    assert dense.plan.prompt_tokens > 600
+    ids = torch.from_numpy(dense.plan.input_ids).long()[None]
+    module = across.target._model.module
+    expected = module.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    assert list(dense.token_ids) == expected.tolist()[: len(dense.token_ids)]
+
+    pruned = across.generate(text, keep=0.8, positions="contiguous", max_tokens=8, **ALL)
+    assert pruned.plan.reason is Reason.PRUNED
+    ids = torch.from_numpy(pruned.plan.input_ids).long()[None]
+    expected = module.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    assert list(pruned.token_ids) == expected.tolist()[: len(pruned.token_ids)]
+
+
 def test_sampling_repeats_with_a_seed_and_stop_texts_end_the_answer(
     pair: SpecPrefill, prose: str
 ) -> None:
@@ -195,6 +215,8 @@ def test_sampling_repeats_with_a_seed_and_stop_texts_end_the_answer(
     first = pair.generate(source, seed=7, **drawn)
     assert pair.generate(source, seed=7, **drawn).token_ids == first.token_ids
     assert pair.generate(source, seed=8, **drawn).token_ids != first.token_ids
+    unseeded = pair.generate(source, **drawn)
+    assert pair.generate(source, seed=unseeded.sampling.seed, **drawn).text == unseeded.text
     assert first.finish_reason in ("length", "stop")
 
     greedy = pair.generate(source, max_tokens=16, enabled=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -118,9 +119,11 @@ def masked_dense_logits(
 
 
 def assert_positions_hold(model: Model, ids: np.ndarray, kept: np.ndarray) -> None:
+    model = replace(model, eos_token_ids=frozenset())  # so that eight tokens do come
     target = Recording(model)
     steps = target.stream(original_plan(ids, kept), Sampling(max_tokens=9))
     answer = [token for step in steps for token in step.token_ids][:8]
+    assert len(answer) == 8
     expected = masked_dense_logits(model.module, ids, kept, answer)
     for step, logits in enumerate(target.seen[: len(answer) + 1]):
         torch.testing.assert_close(logits, expected[step], rtol=0, atol=1e-4)
@@ -134,7 +137,6 @@ def test_pruned_logits_equal_a_dense_pass_that_hides_the_dropped_tokens(
     rng = np.random.default_rng([seed, 41])
     torch.manual_seed(seed)
     model = random_model(family, Spelling())
-    model = Model(**{**vars(model), "eos_token_ids": frozenset()})
     n = int(rng.integers(60, 300))
     ids = rng.integers(2, 211, n).astype(np.int32)
     kept = rng.random(n) < rng.uniform(0.1, 0.6)
@@ -147,7 +149,6 @@ def test_wrong_positions_would_be_noticed() -> None:
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     model = random_model("llama", Spelling())
-    model = Model(**{**vars(model), "eos_token_ids": frozenset()})
     ids = rng.integers(2, 211, 150).astype(np.int32)
     kept = rng.random(150) < 0.3
     kept[-1] = True
@@ -227,6 +228,76 @@ def test_draft_scores_equal_the_paper_on_the_models_own_queries_and_keys(
     np.testing.assert_allclose(importance.scores, expected, rtol=1e-5)
     assert importance.queries == queries[0].shape[1]
     assert importance.layers == tuple(range(4))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_look_ahead_is_greedy_and_ends_at_the_models_own_eos(
+    family: str, calls: KeptCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries are the last prompt token's and one for each look-ahead token before EOS."""
+    from trtllm_specprefill.draft import torch as draft_torch
+
+    torch.manual_seed(11)
+    model = replace(random_model(family), eos_token_ids=frozenset())
+    ids = np.random.default_rng().integers(2, 211, 70).astype(np.int32)
+    module = model.module
+    greedy = module.generate(
+        torch.from_numpy(ids).long()[None], max_new_tokens=8, do_sample=False, eos_token_id=None
+    )[0, 70:].tolist()
+    fed: list[tuple[list[int], list[int]]] = []
+    original = draft_torch.last_logits
+
+    def watched(model: Model, ids: Any, positions: Any, cache: Any) -> Any:
+        fed.append((ids.tolist(), positions.tolist()))
+        return original(model, ids, positions, cache)
+
+    monkeypatch.setattr(draft_torch, "last_logits", watched)
+    importance = TorchDraft(model).score(ids, Settings())
+    assert importance.queries == 9
+    assert fed[0] == (ids.tolist(), list(range(70)))
+    assert fed[1:] == [([token], [70 + i]) for i, token in enumerate(greedy)]
+
+    first = greedy.index(greedy[2])  # the third token, or an earlier one that equals it
+    ending = replace(model, eos_token_ids=frozenset({greedy[2]}))
+    assert TorchDraft(ending).score(ids, Settings()).queries == 1 + first
+
+
+@pytest.mark.parametrize("n", range(54, 68))
+def test_look_ahead_around_a_sliding_window_scores_the_right_keys(n: int) -> None:
+    """A sliding cache of 64 lets go of the prompt's start while still holding n keys."""
+    model = replace(random_model("gemma3"), eos_token_ids=frozenset())
+    draft = TorchDraft(model)
+    ids = np.random.default_rng(n).integers(2, 211, n).astype(np.int32)
+    importance = draft.score(ids, Settings(look_ahead=8, pool=1))
+    expected = eager_importance(model, ids, steps=8)
+    np.testing.assert_allclose(importance.scores, expected, rtol=1e-3, atol=1e-6)
+
+
+def eager_importance(model: Model, ids: np.ndarray, steps: int) -> np.ndarray:
+    """Importance from the attention weights that transformers itself returns.
+
+    Layers vote for a query whose weights reach the whole prompt; the weights on look-ahead
+    keys are taken out and the rest renormalised, as the softmax is over prompt keys only.
+    """
+    module, n = model.module, ids.size
+    module.set_attn_implementation("eager")
+    tokens = torch.from_numpy(ids).long()[None]
+    with torch.inference_mode():
+        full = module.generate(
+            tokens, max_new_tokens=steps, min_new_tokens=steps, do_sample=False, eos_token_id=None
+        )
+        weights = module(full, output_attentions=True, use_cache=False).attentions
+    kinds = model.config.layer_types
+    window = model.config.sliding_window
+    best = np.zeros((steps + 1, n))
+    for kind, layer in zip(kinds, weights, strict=True):
+        for row in range(steps + 1):
+            query = n - 1 + row
+            if kind == "sliding_attention" and query >= window:
+                continue
+            prompt = layer[0, :, query, :n].double().numpy()
+            best[row] = np.maximum(best[row], (prompt / prompt.sum(-1, keepdims=True)).max(0))
+    return best.mean(axis=0)
 
 
 def test_layers_with_a_window_shorter_than_the_prompt_do_not_vote() -> None:

@@ -92,6 +92,11 @@ class ScriptedTarget(Target):
         self.closed = self.made = 0
 
     def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
+        # Held on to, as an engine holds on to its requests: only closing it stops it.
+        self.running = self._steps(plan, sampling)
+        return self.running
+
+    def _steps(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
         self.plans.append(plan)
         key = [*plan.input_ids.tolist(), *plan.position_ids.tolist(), plan.next_position]
         rng = np.random.default_rng(key)

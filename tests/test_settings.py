@@ -128,7 +128,7 @@ def test_defaults_are_those_of_the_paper_and_the_specification() -> None:
     filled = Settings().in_force()
     assert (filled.keep_rate, filled.keep_tokens, filled.coverage) == (0.3, None, None)
     assert (filled.look_ahead, filled.pool, filled.chunk_tokens) == (8, 13, 32)
-    assert (filled.snap, filled.positions, filled.scoring) == ("word", "auto", "lookahead")
+    assert (filled.snap, filled.positions, filled.scoring) == ("sentence", "auto", "lookahead")
     assert (filled.enabled, filled.strict) == (True, False)
     code = Settings(content="code").in_force()
     assert (code.chunk_tokens, code.snap) == (128, "line")

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from trtllm_specprefill.errors import InputError, SpecPrefillError
+from trtllm_specprefill.errors import ContextTooLong, InputError, SpecPrefillError
 from trtllm_specprefill.settings import Settings
 
 app = typer.Typer(
@@ -150,8 +150,14 @@ def run(
         return last.generation
 
     pruned = answer(settings, "pruned")
-    dense = answer(settings.model_copy(update={"enabled": False}), "dense") if compare else None
     report = pruned.report()
+    dense = None
+    if compare:
+        try:
+            dense = answer(settings.model_copy(update={"enabled": False}), "dense")
+        except ContextTooLong as error:  # the pruned answer stands; there is nothing to compare
+            report |= {"dense": None, "speedup": None}
+            _say(f"dense: {error}")
     if dense is not None:
         report["dense"] = {"text": dense.text, "ttft_s": dense.ttft_s}
         report["speedup"] = dense.ttft_s / pruned.ttft_s

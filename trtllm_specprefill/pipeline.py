@@ -10,11 +10,11 @@ instead. The draft runs at most once per request.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ from trtllm_specprefill.plan import (
 )
 from trtllm_specprefill.prompt import Prompt, encode, prepare, tokenizer_difference
 from trtllm_specprefill.selection import select
-from trtllm_specprefill.settings import Sampling, Settings
+from trtllm_specprefill.settings import AMOUNTS, Sampling, Settings
 from trtllm_specprefill.target.base import FinishReason, Step, Target
 from trtllm_specprefill.target.torch import TorchTarget
 
@@ -194,26 +194,30 @@ class SpecPrefill:
         ttft = clock.elapsed()
 
         def steps() -> Iterator[Streamed]:
-            taken: list[Step] = []
+            taken: list[Step] = [first]
+            decode = 0.0
             with closing(rest):
-                for step in chain([first], rest):
-                    taken.append(step)
-                    if step.finish_reason is None:
-                        yield Streamed(step.text, step.token_ids)
-                        continue
-                    generation = Generation(
-                        text="".join(s.text for s in taken),
-                        token_ids=tuple(t for s in taken for t in s.token_ids),
-                        finish_reason=step.finish_reason,
-                        prompt=prompt,
-                        plan=plan,
-                        ttft_s=ttft,
-                        stages={**clock.stages, "decode": clock.elapsed() - ttft},
-                        sampling=sampling,
-                    )
-                    yield Streamed(step.text, step.token_ids, step.finish_reason, generation)
+                yield Streamed("", ())  # taken below: from here on, closing this closes the target
+                while (step := taken[-1]).finish_reason is None:
+                    yield Streamed(step.text, step.token_ids)
+                    begin = clock.elapsed()  # what the caller does between steps is not ours
+                    taken.append(next(rest))
+                    decode += clock.elapsed() - begin
+                generation = Generation(
+                    text="".join(s.text for s in taken),
+                    token_ids=tuple(t for s in taken for t in s.token_ids),
+                    finish_reason=step.finish_reason,
+                    prompt=prompt,
+                    plan=plan,
+                    ttft_s=ttft,
+                    stages={**clock.stages, "decode": decode},
+                    sampling=sampling,
+                )
+                yield Streamed(step.text, step.token_ids, step.finish_reason, generation)
 
-        return steps()
+        answer = steps()
+        next(answer)
+        return answer
 
     def plan(
         self,
@@ -232,8 +236,7 @@ class SpecPrefill:
     def predicted_gain(self, prompt: Prompt) -> float:
         """Operations of a dense prefill over those of scoring and a pruned prefill."""
         n = len(prompt.target)
-        budget = prompt.settings.budget(n)
-        pruned = self.target.operations(n if budget is None else budget)
+        pruned = self.target.operations(prompt.settings.limit(n))
         if self.draft is not None:
             pruned += self.draft.operations(len(prompt.draft), prompt.settings)
         return self.target.operations(n) / pruned
@@ -247,7 +250,7 @@ class SpecPrefill:
         protect: Iterable[str],
         clock: _Clock,
     ) -> tuple[Prompt, PrunePlan]:
-        pieces = list(protect)
+        pieces = protect if isinstance(protect, str) else list(protect)
 
         def prepared(draft_tokenizer: Any) -> Prompt:
             return prepare(
@@ -278,7 +281,9 @@ class SpecPrefill:
             return prompt, _fallback(prompt, reason, error)
         except Exception as error:  # a fault of ours: the request is answered all the same
             _log.warning("pruning failed", exc_info=True)
-            return prompt, _fallback(prompt, Reason.DRAFT_FAILED, error)
+            failure = DraftFailed(f"after the draft: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            return prompt, _fallback(prompt, Reason.DRAFT_FAILED, failure)
 
     def _refusal(self, prompt: Prompt) -> tuple[Reason, str] | None:
         """Why this prompt is not to be pruned at all, before the draft has run."""
@@ -304,6 +309,7 @@ class SpecPrefill:
             prompt_tokens=len(prompt.target),
             max_tokens=sampling.max_tokens,
             shared_tokenizer=prompt.shared_tokenizer,
+            separator=prompt.settings.separator,
         )
         with clock.stage("draft"):
             importance = self._score(prompt)
@@ -318,6 +324,7 @@ class SpecPrefill:
             return dense_plan(prompt, Reason.PROTECTED_EXCEEDS_BUDGET, words)
         with clock.stage("plan"):
             plan = make_plan(prompt, kept, positions, separator)
+            plan = replace(plan, detail=_floor_detail(prompt))
             check_fits(plan, self.target.position_support.context, sampling.max_tokens)
         return plan
 
@@ -377,6 +384,17 @@ def _fallback(prompt: Prompt, reason: Reason, error: Exception) -> PrunePlan:
     return dense_plan(prompt, reason, str(error) or type(error).__name__)
 
 
+def _floor_detail(prompt: Prompt) -> str:
+    """Words for a budget that the floor has raised above the keep rate asked for."""
+    settings, n = prompt.settings, len(prompt.target)
+    if settings.keep_rate is None or settings.min_keep_tokens is None:
+        return ""
+    asked = round(settings.keep_rate * n)
+    if settings.budget(n) == asked or settings.min_keep_tokens <= asked:
+        return ""
+    return f"min_keep_tokens raises the {asked} tokens asked for to {settings.budget(n)}"
+
+
 def _with_knobs(
     settings: Settings | None, sampling: Sampling | None, knobs: dict[str, Any]
 ) -> tuple[Settings, Sampling]:
@@ -384,8 +402,13 @@ def _with_knobs(
     values = {("keep_rate" if name == "keep" else name): value for name, value in knobs.items()}
     drawn = {name: values.pop(name) for name in list(values) if name in Sampling.model_fields}
     base = settings.model_dump(exclude_unset=True) if settings else {}
+    if any(values.get(amount) is not None for amount in AMOUNTS):
+        base = {name: value for name, value in base.items() if name not in AMOUNTS}
     drawn_base = sampling.model_dump(exclude_unset=True) if sampling else {}
-    return Settings.of(**{**base, **values}).in_force(), Sampling.of(**{**drawn_base, **drawn})
+    final = Sampling.of(**{**drawn_base, **drawn})
+    if final.temperature and final.seed is None:  # drawn here, so that the report can name it
+        final = final.model_copy(update={"seed": secrets.randbits(63)})
+    return Settings.of(**{**base, **values}).in_force(), final
 
 
 class _Clock:

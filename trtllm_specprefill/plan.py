@@ -90,12 +90,14 @@ def resolve_positions(
     prompt_tokens: int,
     max_tokens: int,
     shared_tokenizer: bool,
+    separator: str = "",
 ) -> Positions:
     """The policy that will be used.
 
     `auto` is `original` only where draft and target share a tokenizer, the target honours
     position ids, no layer of it attends through a window shorter than the prompt, and the
-    original positions fit its context; else `contiguous`. Raises `UnsupportedPositions` when
+    original positions fit its context, and no separator is asked for, which has no place in the
+    prompt; else `contiguous`. Raises `UnsupportedPositions` when
     `original` is asked of a target that cannot do it.
     """
     problem = _original_problem(support, prompt_tokens, max_tokens)
@@ -103,7 +105,7 @@ def resolve_positions(
         if problem:
             raise UnsupportedPositions("positions", policy, f"auto or contiguous: {problem}")
         return "original"
-    if policy == "auto" and shared_tokenizer and not problem:
+    if policy == "auto" and shared_tokenizer and not separator and not problem:
         return "original"
     return "contiguous"
 
@@ -151,7 +153,8 @@ def make_plan(
 def check_fits(plan: PrunePlan, context: int, max_tokens: int) -> None:
     """Raise `ContextTooLong` when prompt and answer need more positions than there are."""
     if plan.next_position + max_tokens > context:
-        kept = "" if plan.reason is not Reason.PRUNED else f" ({plan.input_ids.size} kept)"
+        pruned = plan.reason is Reason.PRUNED
+        kept = f" ({plan.input_ids.size} kept)" if pruned else f" ({plan.detail})"
         raise ContextTooLong(
             "prompt",
             f"{plan.prompt_tokens} tokens{kept}",

@@ -139,6 +139,10 @@ def prepare(
         raise InputError("prompt", text, "a text of at least 2 tokens")
     # The text is in the target's words, its BOS included; a draft of another family gets its own.
     draft = target if draft_tokenizer is None else encode(draft_tokenizer, text, special=True)
+    if settings.tail_tokens is None:
+        settings = settings.model_copy(update={"tail_tokens": default_tail(len(target))})
+    if isinstance(protect, str):
+        raise InputError("protect", protect, "a list of texts")
     marked = [span for piece in protect for span in _occurrences(text, piece)]
     spans = marked + _protections(text, target, contents or [], contents is None, settings)
     ordered = sorted(spans, key=lambda s: (s.start, PROTECTION_RULES.index(s.rule), s.end))
@@ -153,6 +157,13 @@ def ask(context: str, question: str, tokenizer: Any) -> str | list[dict[str, Any
     if getattr(tokenizer, "chat_template", None):
         return [{"role": "user", "content": f"{context}\n\n{question}"}]
     return f"{context}\n\nQuestion: {question}\nAnswer:"
+
+
+def default_tail(prompt_tokens: int) -> int:
+    """Tokens at the end of a prompt that are always kept, unless the request says otherwise."""
+    if prompt_tokens > LONG_PROMPT:
+        return LONG_TAIL
+    return max(SHORT_TAIL, prompt_tokens // TAIL_SHARE)
 
 
 def read_text(field: str, path: Path) -> str:
@@ -270,15 +281,14 @@ def _protections(
         if content.protect:
             spans.append(Span(content.start, content.end, "marked"))
     n = len(target)
-    budget = settings.budget(n)
+    budget = settings.limit(n)
     users = [c for c in contents if c.role == "user"]
     if users:
         last = target.overlapping(users[-1].start, users[-1].end)
-        if last.stop - last.start <= (n if budget is None else budget) // LAST_USER_SHARE:
+        if last.stop - last.start <= budget // LAST_USER_SHARE:
             spans.append(Span(users[-1].start, users[-1].end, "last_user"))
+    assert settings.tail_tokens is not None
     tail = settings.tail_tokens
-    if tail is None:
-        tail = LONG_TAIL if n > LONG_PROMPT else max(SHORT_TAIL, n // TAIL_SHARE)
     # The last token is kept whatever the settings: its query gives the first answer token.
     cut = n - min(max(tail, 1), n)
     cuts = Boundaries(text, target.starts, target.ends)
@@ -300,10 +310,16 @@ def _render(
             f"{len(messages)} messages",
             "a plain text: this model has no chat template",
         )
-    shown = [_for_template(m) for m in messages]
+    shown = [_for_template(m, f"messages[{i}]") for i, m in enumerate(messages)]
     text = _apply(tokenizer, shown, tools)
     if tools and text == _apply(tokenizer, shown, None):
         raise InputError("tools", "tool definitions", "none: this chat template drops them")
+    for i, message in enumerate(shown):
+        if message.get("tool_calls"):
+            without = {**message, "tool_calls": [], "content": message.get("content") or ""}
+            if text == _apply(tokenizer, [*shown[:i], without, *shown[i + 1 :]], tools):
+                allowed = "none: this chat template drops them"
+                raise InputError(f"messages[{i}].tool_calls", "tool calls", allowed)
     spoken = [i for i, m in enumerate(shown) if str(m.get("content") or "").strip()]
     bodies = [str(shown[i]["content"]) for i in spoken]
     # The same template around markers shows which characters are the template's own. One that
@@ -394,20 +410,20 @@ def _check_messages(source: Sequence[dict[str, Any]]) -> list[_Message]:
     return messages
 
 
-def _for_template(message: _Message) -> dict[str, Any]:
+def _for_template(message: _Message, where: str) -> dict[str, Any]:
     """The message as chat templates expect it: text content, tool arguments as objects."""
     out = message.model_dump(exclude={"protect"}, exclude_none=True)
     if isinstance(message.content, list):
         out["content"] = "".join(part["text"] for part in message.content)
-    for call in out.get("tool_calls", []):
-        function = call.get("function", {})
+    for j, call in enumerate(out.get("tool_calls", [])):
+        function, field = call.get("function"), f"{where}.tool_calls[{j}].function"
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InputError(field, function, "an object with a name and arguments")
         if isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(function["arguments"])
             except json.JSONDecodeError:
-                raise InputError(
-                    "tool_calls.function.arguments", function["arguments"], "JSON"
-                ) from None
+                raise InputError(f"{field}.arguments", function["arguments"], "JSON") from None
     return out
 
 

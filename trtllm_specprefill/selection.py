@@ -72,7 +72,7 @@ def select(prompt: Prompt, importance: Importance, separator_tokens: int = 0) ->
     n = len(prompt.target)
     rules, kept = _protect(prompt)
     budget = settings.budget(n)
-    limit = settings.clamp(n, n) if budget is None else budget
+    limit = settings.limit(n)
     used = int(kept.sum()) + separator_tokens * max(_rises(kept, 0, n) - 1, 0)
     exceeded = used > limit
     if not exceeded:
@@ -86,7 +86,11 @@ def select(prompt: Prompt, importance: Importance, separator_tokens: int = 0) ->
         masses = np.add.reduceat(np.where(rules == 0, scores, 0.0), borders[:-1])
         mass = float(scores.sum() - masses.sum())
         enough = (settings.coverage or 1.0) * float(scores.sum())
-        for chunk in _best_first(masses, rules, borders):
+        order = _best_first(masses, rules, borders)
+        last = borders.size - 2
+        if last in order and borders[-1] - borders[-2] < settings.chunk_tokens:
+            order.insert(0, order.pop(order.index(last)))  # a partial last chunk goes first
+        for chunk in order:
             if budget is None and mass >= enough and used >= settings.clamp(0, n):
                 break
             here = slice(int(places[chunk]), int(places[chunk + 1]))
@@ -113,7 +117,9 @@ def select(prompt: Prompt, importance: Importance, separator_tokens: int = 0) ->
 def _protect(prompt: Prompt) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
     """Rule code per draft token (0: none yet), and the target tokens that are protected."""
     rules = np.zeros(len(prompt.draft), dtype=np.uint8)
-    kept = prompt.target.starts == prompt.target.ends  # BOS and the like stand for no text
+    # BOS and the like stand for no text: kept, and an attention sink that no chunk may profit by.
+    rules[prompt.draft.starts == prompt.draft.ends] = _RULES.index("control") + 1
+    kept = prompt.target.starts == prompt.target.ends
     # Later writes win, so the rule of highest precedence is written last.
     for span in sorted(prompt.protected, key=lambda s: -PROTECTION_RULES.index(s.rule)):
         rules[prompt.draft.overlapping(span.start, span.end)] = _RULES.index(span.rule) + 1
@@ -130,8 +136,6 @@ def _best_first(
     tokens = np.add.reduceat((rules == 0).astype(np.int64), borders[:-1])
     means = masses / np.maximum(tokens, 1)
     order: NDArray[np.int64] = np.argsort(-means, kind="stable")
-    # A last chunk shorter than the rest competes by its mean like any other; the tail that
-    # most often holds it is protected anyway.
     best: list[int] = order[tokens[order] > 0].tolist()
     return best
 

@@ -21,7 +21,10 @@ CHUNK_TOKENS = {"text": 32, "code": 128}
 # Half a sentence is of little use to a reader: of 12 needles at 10 %, 12 are answered with
 # sentences kept whole and 8 with words (SmolLM2 for Gemma 3, 1,000 tokens).
 SNAP = {"text": "sentence", "code": "line"}
+AMOUNTS = ("keep_rate", "keep_tokens", "coverage")  # how much to keep: at most one of them
 DEFAULT_KEEP_RATE = 0.3
+DEFAULT_FLOOR = 256
+GREEDY_BELOW = 1e-5  # a temperature so low that dividing by it overflows
 
 
 def _knob(default: Any, meaning: str, allowed: str, **limits: Any) -> Any:
@@ -84,8 +87,12 @@ class Settings(_Knobs):
         gt=0,
         le=1,
     )
-    min_keep_tokens: int = _knob(
-        256, "floor of the budget, in target tokens", "a whole number >= 0", ge=0
+    min_keep_tokens: int | None = _knob(
+        None,
+        "floor of the budget, in target tokens; 256 with a keep rate or coverage, but never above"
+        " the ceiling; none with keep_tokens",
+        "a whole number >= 0",
+        ge=0,
     )
     max_keep_tokens: int | None = _knob(
         None, "ceiling of the budget, in target tokens; none when absent", "a number >= 1", ge=1
@@ -147,19 +154,19 @@ class Settings(_Knobs):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        amounts = {k: getattr(self, k) for k in ("keep_rate", "keep_tokens", "coverage")}
-        given = {k: v for k, v in amounts.items() if v is not None}
+        given = {k: getattr(self, k) for k in AMOUNTS if getattr(self, k) is not None}
         if len(given) > 1:
             raise InputError(
-                " and ".join(given), tuple(given.values()), "only one of " + ", ".join(amounts)
+                " and ".join(given), tuple(given.values()), "only one of " + ", ".join(AMOUNTS)
             )
         if self.pool % 2 == 0:
             raise InputError("pool", self.pool, self.allowed("pool"))
-        if self.max_keep_tokens is not None and self.max_keep_tokens < self.min_keep_tokens:
+        ceiling, floor = self.max_keep_tokens, self.min_keep_tokens
+        if ceiling is not None and floor is not None and ceiling < floor:
             raise InputError(
                 "max_keep_tokens",
-                self.max_keep_tokens,
-                f"at least min_keep_tokens ({self.min_keep_tokens})",
+                ceiling,
+                f"at least min_keep_tokens ({floor})",
             )
         if self.separator and self.positions == "original":
             raise InputError("separator", self.separator, self.allowed("separator"))
@@ -173,10 +180,18 @@ class Settings(_Knobs):
         filled: dict[str, Any] = {
             "chunk_tokens": self.chunk_tokens or CHUNK_TOKENS[self.content],
             "snap": self.snap or SNAP[self.content],
+            "min_keep_tokens": self._floor(),
         }
         if self.keep_rate is None and self.keep_tokens is None and self.coverage is None:
             filled["keep_rate"] = DEFAULT_KEEP_RATE
         return self.model_copy(update=filled)
+
+    def _floor(self) -> int:
+        if self.min_keep_tokens is not None:
+            return self.min_keep_tokens
+        if self.keep_tokens is not None:
+            return 0
+        return min(DEFAULT_FLOOR, self.max_keep_tokens or DEFAULT_FLOOR)
 
     def budget(self, prompt_tokens: int) -> int | None:
         """Target tokens to keep of a prompt of `prompt_tokens`; None when coverage decides.
@@ -192,9 +207,14 @@ class Settings(_Knobs):
             wanted = round(rate * prompt_tokens)
         return self.clamp(wanted, prompt_tokens)
 
+    def limit(self, prompt_tokens: int) -> int:
+        """Most target tokens that may be kept: the budget, or under coverage the ceiling."""
+        budget = self.budget(prompt_tokens)
+        return self.clamp(prompt_tokens, prompt_tokens) if budget is None else budget
+
     def clamp(self, tokens: int, prompt_tokens: int) -> int:
         """`tokens` held between the floor and the ceiling, and never more than the prompt."""
-        tokens = max(tokens, self.min_keep_tokens)
+        tokens = max(tokens, self._floor())
         if self.max_keep_tokens is not None:
             tokens = min(tokens, self.max_keep_tokens)
         return min(tokens, prompt_tokens)

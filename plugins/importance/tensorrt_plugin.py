@@ -17,6 +17,9 @@ Works with TensorRT 10.14 and later. Importing this module registers the plugins
 `tensorrt` and `triton`. TensorRT reads the annotations below, so they must stay objects, not text.
 """
 
+# TensorRT ships no types for its decorators.
+# mypy: disallow-untyped-decorators=False
+
 import functools
 from typing import Any
 

@@ -155,9 +155,18 @@ def _(
     b, w = queries.shape[0], queries.shape[2]
     parts = torch.empty(problem.parts_shape(b, w), dtype=torch.float32, device=queries.device)
     out = torch.empty_like(running, memory_format=torch.contiguous_format)
-    tensors = (queries, keys, lengths, heads, key_scale, running)
     with torch.cuda.device(queries.device):
-        launch(problem, *(tensor.contiguous() for tensor in tensors), parts, out)
+        launch(
+            problem,
+            queries.contiguous(),
+            keys.contiguous(),
+            lengths.contiguous(),
+            heads.contiguous(),
+            key_scale.contiguous(),
+            running.contiguous(),
+            parts,
+            out,
+        )
     return out
 
 

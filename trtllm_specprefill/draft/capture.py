@@ -10,7 +10,7 @@ calling context, if any. So a model is taken by what its attention does, not by 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -111,8 +111,10 @@ class _LastRows:
         scale: float,
         mask: torch.Tensor | None,
     ) -> None:
-        keys = k.float().repeat_interleave(q.shape[0] // k.shape[0], dim=0)
-        logits = scale * torch.einsum("hd,hsd->hs", q[:, -1].float(), keys)
+        # Rounded as eager attention rounds: the question is whether q, k, scale and mask are
+        # the model's, not how well a product is computed.
+        keys = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
+        logits = (torch.einsum("hd,hsd->hs", q[:, -1], keys) * scale).float()
         if mask is not None:
             logits = logits.masked_fill(~mask_to_bool(mask)[:, -1], float("-inf"))
         self.weights[layer] = logits.softmax(dim=-1)
@@ -135,21 +137,28 @@ def verify_capture(model: Model) -> None:
     module, family = model.module, str(model.config.model_type)
     window, vocab = shortest_window(model.config), int(model.config.vocab_size)
     generator = torch.Generator().manual_seed(0)
-    long = 64 if window is None else min(window + 32, 4096)
+    long = 64 if window is None else min(window + 32, model.context_length)
     ids = torch.randint(0, vocab, (1, max(64, long)), generator=generator).to(model.device)
+
+    def last_row() -> torch.Tensor:
+        logits: torch.Tensor = module(ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+        return logits
+
     try:
         module.set_attn_implementation("eager")  # type: ignore[operator]
         judged = module(ids[:, :64], output_attentions=True, use_cache=False).attentions
         module.set_attn_implementation("sdpa")  # type: ignore[operator]
-        untouched = module(ids, use_cache=False).logits[:, -1]
+        untouched = last_row()
     except (AttributeError, ValueError, TypeError, RuntimeError) as error:
+        with suppress(AttributeError, ValueError):
+            module.set_attn_implementation("sdpa")  # type: ignore[operator]
         raise UnsupportedModel(f"{family}: its attention cannot be examined ({error})") from None
     install(module, family)
     rows = _LastRows()
     try:
         with capturing(rows):
             module(ids[:, :64], use_cache=False)
-        routed = module(ids, use_cache=False).logits[:, -1]
+        routed = last_row()
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{family}: {error}") from None
     weights = {i: w for i, w in enumerate(judged or ()) if w is not None}

@@ -15,7 +15,7 @@ from trtllm_specprefill.errors import ContextTooLong, DraftFailed
 from trtllm_specprefill.forward import last_logits, new_cache
 from trtllm_specprefill.importance import Importance, RunningImportance
 from trtllm_specprefill.models import Model
-from trtllm_specprefill.operations import prefill_operations
+from trtllm_specprefill.operations import layer_windows, prefill_operations
 from trtllm_specprefill.settings import Settings
 
 
@@ -43,6 +43,10 @@ class TorchDraft(Draft):
                 f"{n} draft tokens and {look_ahead} look-ahead tokens",
                 f"at most {self.context_length}, the context of draft {self.name}",
             )
+        if all(w is not None and w < n for w in layer_windows(self._model.config)):
+            raise DraftFailed(
+                f"no layer of draft {self.name} attends to all {n} tokens of the prompt"
+            )
         window = 1 if settings.scoring == "lookahead" else min(settings.window, n)
         votes = _Votes(n, window, window + look_ahead, settings.pool, self._model.device)
         seconds: dict[str, float] = {}
@@ -55,7 +59,7 @@ class TorchDraft(Draft):
             for step in range(look_ahead):
                 if token in self._model.eos_token_ids:
                     break
-                votes.next_row = rows
+                votes.next_row, votes.fed = rows, n + step + 1
                 token = self._next(torch.tensor([token]), n + step, cache)
                 rows += 1
         seconds["look_ahead"] = time.perf_counter() - started - seconds["draft_prefill"]
@@ -88,6 +92,7 @@ class _Votes:
         self.layers: set[int] = set()
         self.heads = 0
         self.next_row = 0
+        self.fed = n  # tokens the draft has read, this call's included
         self._n, self._window = n, window
 
     def see(
@@ -100,7 +105,7 @@ class _Votes:
     ) -> None:
         """Let the last queries of this call vote, if they see the whole prompt."""
         width = min(self._window, q.shape[1])
-        if k.shape[1] < self._n:
+        if k.shape[1] < self.fed:
             return  # a sliding cache that has let go of the prompt's start
         visible = None
         if mask is not None:

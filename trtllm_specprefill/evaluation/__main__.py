@@ -19,11 +19,15 @@ from trtllm_specprefill.evaluation.needle import Case, cases, digest, run_case, 
 from trtllm_specprefill.evaluation.report import command, machine
 from trtllm_specprefill.models import load_tokenizer
 from trtllm_specprefill.pipeline import SpecPrefill
+from trtllm_specprefill.settings import AMOUNTS, Settings
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
 )
 _screen = Console(stderr=True, highlight=False)
+# What the pipeline reads and this evaluation, which calls the stages itself, does not.
+_UNREAD = ("enabled", "min_gain", "separator", "strict", "threshold")
+_UNREAD_TEXT = ", ".join(_UNREAD)
 Document_ = Annotated[
     Path | None,
     typer.Option(help="Haystack, a UTF-8 text; the Debian handbook from its package if absent."),
@@ -68,6 +72,12 @@ def needle(
     """Plant a fact in long prose, prune, ask: full, at each keep rate, and at random."""
     prose = haystack(document, _say)
     knobs = cli.parse_settings(setting)
+    if unread := sorted({*AMOUNTS, *_UNREAD} & set(knobs)):
+        raise InputError(
+            "--set", unread, "settings other than the amounts and these: " + _UNREAD_TEXT
+        )
+    for rate in [*keep, random_keep]:
+        Settings.of(**{**knobs, "keep_rate": rate})
     counts = needles * len(lengths) if len(needles) == 1 else needles
     if len(counts) != len(lengths):
         raise InputError("needles", needles, f"one number, or {len(lengths)}: one for each length")

@@ -150,8 +150,8 @@ def run_case(
             settings=settings,
         )
 
-    base = Settings.of(min_keep_tokens=0, threshold=0, **knobs)
-    prompt = prepared(base)
+    base = {"min_keep_tokens": 0, **knobs}
+    prompt = prepared(Settings.of(**base))
     row["prompt_tokens"] = len(prompt.target)
     results[FULL] = _answer(model, dense_plan(prompt, Reason.DISABLED), sampling, case)
     importance = _timed_score(draft, prompt, row)
@@ -161,13 +161,13 @@ def run_case(
     arms = [(f"{rate:g}", rate, importance) for rate in keep_rates]
     arms.append((f"{RANDOM} {random_rate:g}", random_rate, die))
     for name, rate, scores in arms:
-        prompt = prepared(base.model_copy(update={"keep_rate": rate}))
+        prompt = prepared(Settings.of(**base, keep_rate=rate))
         kept = select(prompt, scores)
         if kept.protected_exceeds_budget:  # the pipeline answers such a prompt in full
             results[name] = {**results[FULL], "reason": Reason.PROTECTED_EXCEEDS_BUDGET.value}
             continue
         positions = resolve_positions(
-            base.positions,
+            prompt.settings.positions,
             model.target.position_support,
             prompt_tokens=len(prompt.target),
             max_tokens=sampling.max_tokens,

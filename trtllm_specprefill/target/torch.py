@@ -17,7 +17,7 @@ from trtllm_specprefill.forward import last_logits, new_cache
 from trtllm_specprefill.models import Model
 from trtllm_specprefill.operations import prefill_operations, shortest_window
 from trtllm_specprefill.plan import PositionSupport, PrunePlan
-from trtllm_specprefill.settings import Sampling
+from trtllm_specprefill.settings import GREEDY_BELOW, Sampling
 from trtllm_specprefill.target.base import Step, Target
 from trtllm_specprefill.target.text import TextStream
 
@@ -73,7 +73,7 @@ class TorchTarget(Target):
         """Logits `[vocab]` after the last of `ids`; `TargetFailed` unless all are finite."""
         try:
             logits = last_logits(self._model, ids, positions, cache)
-        except RuntimeError as error:  # out of memory, a kernel that fails
+        except Exception as error:  # out of memory, a kernel that fails, an id out of range
             raise TargetFailed(f"target {self.name}: {error}") from error
         if not bool(torch.isfinite(logits).all()):
             raise TargetFailed(f"target {self.name} gave logits that are not finite")
@@ -92,13 +92,10 @@ class TorchTarget(Target):
 
 def _sampler(sampling: Sampling, device: torch.device) -> Callable[[torch.Tensor], int]:
     """How the next token is drawn from logits `[vocab]`."""
-    if sampling.temperature == 0:
+    if sampling.temperature < GREEDY_BELOW:
         return lambda logits: int(logits.argmax())
     generator = torch.Generator(device=device)
-    if sampling.seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(sampling.seed)
+    generator.manual_seed(generator.seed() if sampling.seed is None else sampling.seed)
     warpers = [TemperatureLogitsWarper(float(sampling.temperature))]
     if sampling.top_k:
         warpers.append(TopKLogitsWarper(sampling.top_k))

@@ -1,0 +1,47 @@
+"""What is built from this checkout works outside it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path)]
+    subprocess.run([*build, str(ROOT)], check=True, capture_output=True, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("trtllm_specprefill-*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(site)
+    assert "trtllm_specprefill/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not any(name.startswith(("tests", "perf")) for name in names)
+
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    where = "import trtllm_specprefill as s; print(s.__file__); s.Settings.of(keep_rate=0.1)"
+    done = subprocess.run(
+        [sys.executable, "-c", where],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.stdout.strip().startswith(str(site))
+    command = [sys.executable, "-m", "trtllm_specprefill.cli", "run", "--keep", "2"]
+    done = subprocess.run(
+        [*command, "--prompt", "x"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 2
+    assert "keep_rate" in done.stderr
