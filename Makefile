@@ -2,14 +2,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+LOCK := $(firstword $(wildcard requirements-dev-$(VERSION).lock) requirements-dev.lock)
 
 .PHONY: setup demo test test-all lint bench clean
 
 setup: $(VENV)/ready
 
-$(VENV)/ready: requirements-dev.lock pyproject.toml
+$(VENV)/ready: $(LOCK) pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --requirement requirements-dev.lock
+	$(BIN)/python -m pip install --quiet --requirement $(LOCK)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 

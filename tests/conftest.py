@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import transformers
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -138,6 +139,8 @@ def smollm2() -> Model:
 @pytest.fixture(scope="session")
 def gemma3() -> Model:
     """The demo model of another family, with sliding windows."""
+    if transformers.__version__.startswith("4."):
+        pytest.skip("transformers 4 misreads Gemma's GGUF tokenizer; the alias is refused there")
     return load_model("gemma3-270m", "float32", "cpu")
 
 

@@ -490,7 +490,7 @@ def test_a_marked_block_is_quoted_verbatim_from_a_pruned_prompt(
         ([{"role": "user", "content": "x", "protect": "perhaps"}], "messages[0].protect"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-            "tool_calls.function.arguments",
+            "messages[0].tool_calls[0].function.arguments",
         ),
     ],
     ids=str,
