@@ -171,7 +171,7 @@ class TestWithModels:
                 "messages[0].tool_calls[0].function.arguments",
             ),
             (
-                {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+                {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
                 "messages[0].tool_calls",  # SmolLM2's template drops tool calls without a word
             ),
         ],
