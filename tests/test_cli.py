@@ -33,7 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture
 def document(tmp_path: Path) -> Path:
     path = tmp_path / "document.txt"
-    path.write_text("A short document about a lighthouse. Its keeper is called Ada.\n" * 4)
+    path.write_text("A short document about a lighthouse. Its keeper is called Ada.\n" * 12)
     return path
 
 

@@ -154,9 +154,11 @@ def check_fits(plan: PrunePlan, context: int, max_tokens: int) -> None:
     """Raise `ContextTooLong` when prompt and answer need more positions than there are."""
     if plan.next_position + max_tokens > context:
         pruned = plan.reason is Reason.PRUNED
-        kept = f" ({plan.input_ids.size} kept)" if pruned else f" ({plan.detail})"
+        kept = f" ({plan.input_ids.size} kept)" if pruned else ""
+        why = f"; not pruned: {plan.detail}" if plan.detail and not pruned else ""
         raise ContextTooLong(
             "prompt",
             f"{plan.prompt_tokens} tokens{kept}",
-            f"at most {context} positions for the prompt and max_tokens ({max_tokens}) together",
+            f"at most {context} positions for the prompt and max_tokens ({max_tokens}) together"
+            f"{why}",
         )
