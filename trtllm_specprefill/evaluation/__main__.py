@@ -127,6 +127,9 @@ def demo(
     target: Annotated[str, typer.Option(help="Model that answers.")] = "smollm2-135m",
     tokens: Annotated[int, typer.Option(min=200, help="Tokens of the document.")] = 6200,
     keep: Annotated[float, typer.Option(help="Keep rate.")] = 0.1,
+    positions: Annotated[
+        str, typer.Option(help="A target this small reads contiguous positions better.")
+    ] = "contiguous",
     seed: Annotated[int, typer.Option(help="Of the passage and the fact.")] = 3,
     document: Document_ = None,
 ) -> None:
@@ -138,13 +141,17 @@ def demo(
         context.write_text(case.context, "utf-8")
         _say(f"a document of about {tokens} tokens, with one sentence planted in its middle:")
         _screen.print(f"  {case.fact}")
-        _say(f"specprefill run --context document.txt --question '{case.question}' --compare")
+        _say(
+            f"specprefill run --context document.txt --question '{case.question}'"
+            f" --keep {keep} --positions {positions} --compare"
+        )
         cli.run(
             context=str(context),
             question=case.question,
             draft=draft,
             target=target,
             keep=keep,
+            positions=positions,
             max_tokens=32,
             compare=True,
         )
