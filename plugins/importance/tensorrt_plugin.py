@@ -23,6 +23,7 @@ Works with TensorRT 10.14 and later. Importing this module registers the plugins
 import functools
 from typing import Any
 
+import numpy.typing  # noqa: F401  TensorRT 11 uses it unimported, which numpy 1 does not forgive
 import tensorrt as trt
 import tensorrt.plugin as trtp
 
