@@ -125,7 +125,8 @@ def test_original_positions_on_a_sliding_window_are_refused(
 ) -> None:
     """17: honoured by the model, useless to it: every far token lies outside its windows."""
     text = passage(prose, 3500)
-    prompt, plan = across.plan(text, positions="original", keep=0.2, **ALL)
+    planned = across.plan(text, positions="original", keep=0.2, **ALL)
+    prompt, plan = planned.prompt, planned.plan
     assert plan.reason is Reason.UNSUPPORTED_TARGET
     assert "512" in plan.detail
     np.testing.assert_array_equal(plan.input_ids, prompt.target.ids)
@@ -136,7 +137,7 @@ def test_no_gain_is_predicted_where_the_draft_costs_what_the_target_saves(
 ) -> None:
     """11, 17: a sparse prefill slower than the dense one is not started when asked not to."""
     source = [{"role": "user", "content": passage(prose, 6000)}]
-    _, plan = pair.plan(source, keep=0.9, min_gain=1.0, **ALL)
+    plan = pair.plan(source, keep=0.9, min_gain=1.0, **ALL).plan
     assert plan.reason is Reason.PREDICTED_NO_GAIN
 
 
@@ -159,7 +160,8 @@ def test_a_prompt_past_the_drafts_context_goes_to_the_target_in_full(
     """31: a drafter past its trained window gives NaN; it is not asked."""
     short = TorchDraft(replace(smollm2, context_length=256))
     model = SpecPrefill(short, TorchTarget(smollm2))
-    prompt, plan = model.plan([{"role": "user", "content": passage(prose, 2500)}], **ALL)
+    planned = model.plan([{"role": "user", "content": passage(prose, 2500)}], **ALL)
+    prompt, plan = planned.prompt, planned.plan
     assert plan.reason is Reason.CONTEXT_TOO_LONG
     assert "256" in plan.detail
     np.testing.assert_array_equal(plan.input_ids, prompt.target.ids)
@@ -182,7 +184,7 @@ def test_nan_in_the_draft_is_a_reason_and_in_the_target_an_error(
 ) -> None:
     """22: NaN logits became a page of '!', the token with id 0."""
     source = [{"role": "user", "content": passage(prose, 1500)}]
-    _, plan = pair.plan(source, keep=0.3, **ALL)
+    plan = pair.plan(source, keep=0.3, **ALL).plan
     assert plan.reason is Reason.DEGENERATE_SCORES
     with pytest.raises(DegenerateScores):
         pair.plan(source, keep=0.3, strict=True, **ALL)

@@ -53,3 +53,10 @@ class TokenizerMismatch(SpecPrefillError):
 
 class TargetFailed(SpecPrefillError):
     """The target failed while answering."""
+
+
+class Cancelled(BaseException):
+    """Nobody waits for the answer any more.
+
+    Not an `Exception`: no fallback may take it for a failure and start more work.
+    """

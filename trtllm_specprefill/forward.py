@@ -1,5 +1,8 @@
 """One forward pass of a transformers model, the same for draft and target.
 
+A pass over a long prompt takes seconds, so it can be interrupted between two layers: see
+`interruptible`.
+
 Two things are easy to get wrong here, without a word from the library. Without a KV cache,
 transformers reads gaps in the position ids as the borders of packed sequences and lets the
 kept spans attend only to themselves; so a cache is always given. And the cache's own name
@@ -9,11 +12,44 @@ changes between versions.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from transformers import DynamicCache
 
 from trtllm_specprefill.models import Model
+
+
+_check: ContextVar[Callable[[], None] | None] = ContextVar("specprefill_check", default=None)
+
+
+@contextmanager
+def interruptible(check: Callable[[], None]) -> Iterator[None]:
+    """Call `check` before every layer run in this context; what it raises ends the pass."""
+    token = _check.set(check)
+    try:
+        yield
+    finally:
+        _check.reset(token)
+
+
+def watch_layers(model: Model) -> None:
+    """Let `interruptible` reach this model: its decoder layers look at the check when called."""
+    count = int(model.config.num_hidden_layers)
+    for stack in model.module.modules():
+        if isinstance(stack, torch.nn.ModuleList) and len(stack) == count:
+            for layer in stack:
+                if _run_check not in layer._forward_pre_hooks.values():
+                    layer.register_forward_pre_hook(_run_check)
+
+
+def _run_check(module: torch.nn.Module, inputs: object) -> None:
+    del module, inputs
+    check = _check.get()
+    if check is not None:
+        check()
 
 
 def new_cache(model: Model) -> DynamicCache:

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trtllm_specprefill.clock import Clock
 from trtllm_specprefill.draft.base import Draft
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import (
@@ -57,6 +57,39 @@ Source = str | Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
+class Planned:
+    """A prompt on its way to the target.
+
+    prompt: as prepared, with the settings in force. plan: what the target gets and why.
+    sampling: all in force. stages: seconds by stage so far.
+    """
+
+    prompt: Prompt
+    plan: PrunePlan
+    sampling: Sampling
+    stages: dict[str, float]
+
+    def report(self) -> dict[str, Any]:
+        """What was decided and why, as plain JSON values."""
+        kept = self.plan.kept
+        return {
+            "reason": self.plan.reason.value,
+            "detail": self.plan.detail,
+            "prompt_tokens": self.plan.prompt_tokens,
+            "kept_tokens": int(self.plan.input_ids.size),
+            "keep_rate": self.plan.keep_rate,
+            "kept_mass": kept.mass if kept else 1.0,
+            "positions": self.plan.positions,
+            "stages": self.stages,
+            "settings": {**self.prompt.settings.model_dump(), **self.sampling.model_dump()},
+            "kept_spans": [
+                {"start": s.start, "end": s.end, "rule": s.rule}
+                for s in (kept.spans if kept else ())
+            ],
+        }
+
+
+@dataclass(frozen=True)
 class Generation:
     """A finished answer and everything that led to it.
 
@@ -84,26 +117,13 @@ class Generation:
 
     def report(self) -> dict[str, Any]:
         """The same as plain JSON values, as the command line and the server print it."""
-        kept = self.plan.kept
-        return {
+        planned = Planned(self.prompt, self.plan, self.sampling, self.stages)
+        return planned.report() | {
             "text": self.text,
-            "reason": self.plan.reason.value,
-            "detail": self.plan.detail,
             "finish_reason": self.finish_reason,
-            "prompt_tokens": self.plan.prompt_tokens,
-            "kept_tokens": int(self.plan.input_ids.size),
-            "keep_rate": self.plan.keep_rate,
-            "kept_mass": kept.mass if kept else 1.0,
-            "positions": self.plan.positions,
             "output_tokens": len(self.token_ids),
             "ttft_s": self.ttft_s,
-            "stages": self.stages,
             "decode_tokens_per_s": self.decode_tokens_per_s,
-            "settings": {**self.prompt.settings.model_dump(), **self.sampling.model_dump()},
-            "kept_spans": [
-                {"start": s.start, "end": s.end, "rule": s.rule}
-                for s in (kept.spans if kept else ())
-            ],
         }
 
 
@@ -187,8 +207,8 @@ class SpecPrefill:
 
         Returns once the first token is known. Closing the iterator stops the work.
         """
-        clock = _Clock()
-        settings, sampling = _with_knobs(settings, sampling, knobs)
+        clock = Clock()
+        settings, sampling = with_knobs(settings, sampling, knobs)
         prompt, plan = self._plan(source, settings, sampling, tools, protect, clock)
         plan, first, rest = self._start(prompt, plan, sampling, clock)
         ttft = clock.elapsed()
@@ -227,11 +247,17 @@ class SpecPrefill:
         sampling: Sampling | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
         protect: Iterable[str] = (),
+        waited: float | None = None,
         **knobs: Any,
-    ) -> tuple[Prompt, PrunePlan]:
-        """Everything before the target: the prepared prompt and the plan for it."""
-        settings, sampling = _with_knobs(settings, sampling, knobs)
-        return self._plan(source, settings, sampling, tools, protect, _Clock())
+    ) -> Planned:
+        """Everything before the target: the prepared prompt and the plan for it.
+
+        waited: seconds for which the request has waited already; they become stage `queue`.
+        """
+        clock = Clock(waited)
+        settings, sampling = with_knobs(settings, sampling, knobs)
+        prompt, plan = self._plan(source, settings, sampling, tools, protect, clock)
+        return Planned(prompt, plan, sampling, clock.stages)
 
     def predicted_gain(self, prompt: Prompt) -> float:
         """Operations of a dense prefill over those of scoring and a pruned prefill."""
@@ -248,7 +274,7 @@ class SpecPrefill:
         sampling: Sampling,
         tools: Sequence[dict[str, Any]] | None,
         protect: Iterable[str],
-        clock: _Clock,
+        clock: Clock,
     ) -> tuple[Prompt, PrunePlan]:
         pieces = protect if isinstance(protect, str) else list(protect)
 
@@ -301,7 +327,7 @@ class SpecPrefill:
             return Reason.PREDICTED_NO_GAIN, words
         return None
 
-    def _pruned(self, prompt: Prompt, sampling: Sampling, clock: _Clock) -> PrunePlan:
+    def _pruned(self, prompt: Prompt, sampling: Sampling, clock: Clock) -> PrunePlan:
         assert self.draft is not None
         positions = resolve_positions(
             prompt.settings.positions,
@@ -350,7 +376,7 @@ class SpecPrefill:
         return encode(self.target.tokenizer, settings.separator, special=False).ids
 
     def _start(
-        self, prompt: Prompt, plan: PrunePlan, sampling: Sampling, clock: _Clock
+        self, prompt: Prompt, plan: PrunePlan, sampling: Sampling, clock: Clock
     ) -> tuple[PrunePlan, Step, Generator[Step, None, None]]:
         """Prefill; on a failure of the pruned prompt once more with the full one."""
         check_fits(plan, self.target.position_support.context, sampling.max_tokens)
@@ -395,7 +421,7 @@ def _floor_detail(prompt: Prompt) -> str:
     return f"min_keep_tokens raises the {asked} tokens asked for to {settings.budget(n)}"
 
 
-def _with_knobs(
+def with_knobs(
     settings: Settings | None, sampling: Sampling | None, knobs: dict[str, Any]
 ) -> tuple[Settings, Sampling]:
     """Settings and sampling in force, single knobs by name put over the whole ones."""
@@ -409,29 +435,3 @@ def _with_knobs(
     if final.temperature and final.seed is None:  # drawn here, so that the report can name it
         final = final.model_copy(update={"seed": secrets.randbits(63)})
     return Settings.of(**{**base, **values}).in_force(), final
-
-
-class _Clock:
-    """Seconds since the request came, and by stage."""
-
-    def __init__(self) -> None:
-        self._begin = time.perf_counter()
-        self.stages: dict[str, float] = {}
-
-    def elapsed(self) -> float:
-        return time.perf_counter() - self._begin
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time of the block to stage `name`, also when it fails."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - begin
-
-    def split(self, name: str, parts: dict[str, float]) -> None:
-        """Put a stage's own parts in its place; what they leave over stays under its name."""
-        rest = self.stages.pop(name) - sum(parts.values())
-        self.stages.update(parts)
-        self.stages[name] = max(rest, 0.0)

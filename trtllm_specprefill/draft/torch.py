@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from trtllm_specprefill.draft.base import Draft
 from trtllm_specprefill.draft.capture import capturing, mask_to_bool, verify_capture
 from trtllm_specprefill.errors import ContextTooLong, DraftFailed
-from trtllm_specprefill.forward import last_logits, new_cache
+from trtllm_specprefill.forward import last_logits, new_cache, watch_layers
 from trtllm_specprefill.importance import Importance, RunningImportance
 from trtllm_specprefill.models import Model
 from trtllm_specprefill.operations import layer_windows, prefill_operations
@@ -32,6 +32,7 @@ class TorchDraft(Draft):
         self.context_length = model.context_length
         self._model = model
         verify_capture(model)
+        watch_layers(model)
 
     def score(self, ids: NDArray[np.int32], settings: Settings) -> Importance:
         """See `Draft.score`. Look-ahead is greedy and stops at the model's own EOS ids."""

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from trtllm_specprefill.errors import TargetFailed
-from trtllm_specprefill.forward import last_logits, new_cache
+from trtllm_specprefill.forward import last_logits, new_cache, watch_layers
 from trtllm_specprefill.models import Model
 from trtllm_specprefill.operations import prefill_operations, shortest_window
 from trtllm_specprefill.plan import PositionSupport, PrunePlan
@@ -32,6 +32,7 @@ class TorchTarget(Target):
     def __init__(self, model: Model) -> None:
         self.name, self.tokenizer = model.name, model.tokenizer
         self._model = model
+        watch_layers(model)
         self.position_support = PositionSupport(
             honoured=self._honours_positions(),
             window=shortest_window(model.config),
