@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from plugins.importance import importance_layer, torch_op
+from plugins.importance import importance_layer
 from plugins.importance.launch import default_splits
 from tests.plugins.layers import NAN, Layer, relative_error
+from trtllm_specprefill import importance_op
 from trtllm_specprefill.importance import RunningImportance, reference_importance
 
 FP8 = torch.float8_e4m3fn
@@ -51,7 +52,7 @@ def test_cpu_form_does_not_depend_on_its_block_of_keys(
     torch.manual_seed(2)
     layer = ragged(torch.float32, torch.float32, True)
     whole = layer.plain()
-    monkeypatch.setattr(torch_op, "_KEY_BLOCK", block)
+    monkeypatch.setattr(importance_op, "_key_block", lambda rows, device: block)
     assert torch.allclose(layer.plain(), whole, rtol=1e-5, atol=0)
 
 
@@ -59,7 +60,7 @@ def test_layers_in_turn_give_what_the_library_defines_and_streams() -> None:
     torch.manual_seed(3)
     stack = [(torch.randn(1, 6, 5, 64), torch.randn(1, 2, 150, 64)) for _ in range(3)]
     running = None
-    streamed = RunningImportance(5, 150)
+    streamed = RunningImportance(150)
     for queries, keys in stack:
         running = importance_layer(queries, keys, running, scale=0.125)
         streamed.add(0, queries[0], keys[0], 0.125)
@@ -103,8 +104,8 @@ def test_op_declares_what_it_does() -> None:
         ({"key_scale": torch.ones(3)}, "expand"),
         ({"pool": 4}, "pool"),
         ({"heads": [4]}, "heads"),
-        ({"keys": torch.randn(1, 2, 9, 64).half()}, "key_type"),
-        ({"keys": torch.randn(1, 2, 9, 64).double()}, "keys"),
+        ({"keys": torch.randn(1, 2, 9, 64).half()}, "keys: torch.float16"),
+        ({"keys": torch.randn(1, 2, 9, 64).double()}, "keys: torch.float64"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(change: dict, word: str) -> None:
