@@ -24,7 +24,11 @@ def test_a_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     assert not any(name.startswith(("tests", "perf")) for name in names)
 
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    where = "import trtllm_specprefill as s; print(s.__file__); s.Settings.of(keep_rate=0.1)"
+    assert "plugins/importance/kernels.py" in names
+    where = (
+        "import trtllm_specprefill as s, plugins.importance.launch as p;"
+        "print(s.__file__); print(p.__file__); s.Settings.of(keep_rate=0.1)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", where],
         check=True,
@@ -33,7 +37,8 @@ def test_a_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
         cwd=tmp_path,
         env=environment,
     )
-    assert done.stdout.strip().startswith(str(site))
+    assert all(line.startswith(str(site)) for line in done.stdout.split())
+    assert len(done.stdout.split()) == 2
     command = [sys.executable, "-m", "trtllm_specprefill.cli", "run", "--keep", "2"]
     done = subprocess.run(
         [*command, "--prompt", "x"],
