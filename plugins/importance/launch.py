@@ -156,11 +156,14 @@ class Problem:
     def options(self, kernel: Kernel) -> dict[str, Any]:
         """Compiler options: warps, pipeline stages, fused multiply-add.
 
-        Each stage holds a tile of keys. On sm_80 three of 64 keys by 128 sixteen-bit values are
-        just over 48 KB, so tiles of more than 64 dimensions get two.
+        In `lse_kernel` a stage is a tile of keys. In `pool_kernel` it is a tile of keys and one of
+        queries, the next key head's; two of them are just over 48 KB above 64 dimensions.
         """
-        wide = self.pad_dim > 128
-        stages = 1 if wide and self.query_type == "fp32" else 2 if self.pad_dim > 64 else 3
+        if kernel == POOL:
+            stages = 3 if self.pad_dim <= 64 else 1
+        else:
+            wide = self.pad_dim > 128
+            stages = 1 if wide and self.query_type == "fp32" else 2 if wide else 3
         return {"num_warps": 4, "num_stages": stages, "enable_fp_fusion": True}
 
     def signature(self, kernel: Kernel) -> dict[str, str]:
