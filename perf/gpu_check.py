@@ -138,8 +138,8 @@ def inputs_of(
 
 def check_case(case: Case, types: str, device: str, seed: int) -> dict[str, object]:
     """Run both kernels on one case and measure their largest error against float64."""
-    from plugins.importance.launch import head_table
     from plugins.importance.torch_op import launch, problem_of
+    from trtllm_specprefill.importance_op import head_table
 
     queries, keys, running, lengths, key_scale = inputs_of(case, types, device, seed)
     scale = case.dim**-0.5
@@ -216,8 +216,8 @@ def copy_bandwidth() -> float:
 
 def time_layer(name: str, types: str, tokens: int, bandwidth: float) -> dict[str, object]:
     """Time one layer of a draft: the op, the byte floor, and the plain torch form."""
-    from plugins.importance.launch import head_table
-    from plugins.importance.torch_op import plain_layer, problem_of
+    from plugins.importance.torch_op import problem_of
+    from trtllm_specprefill.importance_op import head_table, plain_layer
 
     query_heads, kv_heads, dim = DRAFTS[name]
     case = Case(query_heads, kv_heads, dim, QUERIES, tokens)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.importance_op import MAX_QUERIES
 from trtllm_specprefill.settings import Sampling, Settings
 
 # field, smallest and largest value allowed (None: no end), values just outside
@@ -28,7 +29,7 @@ RANGES: list[tuple[type[Settings] | type[Sampling], str, list[Any], list[Any]]] 
     (Settings, "separator", ["", " [...] "], [None, 7]),
     (Settings, "scoring", ["lookahead", "window"], ["both"]),
     (Settings, "look_ahead", [0, 64], [-1, 65]),
-    (Settings, "window", [1, 1024], [0, 1025]),
+    (Settings, "window", [1, MAX_QUERIES], [0, MAX_QUERIES + 1]),
     (Settings, "pool", [1, 13, 255], [0, 2, 12, 256, 257, -1]),
     (Settings, "min_gain", [0, 1.0, 7.5], [-0.1, math.nan, math.inf]),
     (Settings, "enabled", [True, False], ["perhaps", None]),

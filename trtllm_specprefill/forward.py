@@ -21,7 +21,6 @@ from transformers import DynamicCache
 
 from trtllm_specprefill.models import Model
 
-
 _check: ContextVar[Callable[[], None] | None] = ContextVar("specprefill_check", default=None)
 
 

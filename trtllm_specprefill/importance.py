@@ -1,4 +1,4 @@
-"""What importance is, once: the judge in float64 and the form that streams over keys.
+"""What importance is, once: the judge in float64, and the layers' scores put together.
 
 Speculative prefill (arXiv 2502.02789, section 3.2) scores prompt token i by
 
@@ -11,8 +11,8 @@ k the post-RoPE keys of the N prompt tokens. The pooling is zero padded and divi
 everywhere, as the authors' code does, so both ends of the prompt are damped alike.
 
 `reference_importance` is written from those two lines and is what every executor is checked
-against. `RunningImportance` holds one `[W, N]` float32 maximum, takes one layer at a time and
-works through the keys in blocks, so its extra memory does not grow with layers or with
+against. `RunningImportance` takes one layer at a time through the op of `importance_op`, which
+works through the keys in blocks, so its memory does not grow with layers or with
 layers x heads x tokens.
 """
 
@@ -27,8 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from trtllm_specprefill.errors import DegenerateScores, InputError
-
-NEG_INF = float("-inf")
+from trtllm_specprefill.importance_op import check_pool_width, importance_layer
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,6 @@ def check_scores(scores: NDArray[np.float32]) -> None:
         raise DegenerateScores(f"importance holds a negative score ({float(scores.min())!r})")
     if not scores.any():
         raise DegenerateScores(f"all {scores.size} importance scores are zero")
-
-
-def check_pool_width(pool: int) -> None:
-    """Raise `InputError` unless the pooling width is odd and positive (an even one shifts)."""
-    if pool < 1 or pool % 2 == 0:
-        raise InputError("pool", pool, "an odd number >= 1")
 
 
 def reference_importance(
@@ -113,91 +106,42 @@ class RunningImportance:
     """Importance gathered layer by layer and query by query, in bounded memory.
 
     Feed it with `add(row, q, k, ...)` in any order of layers and rows; read `scores()` once.
-    Holds `[rows, N]` float32; while a layer is added, logits of one block of keys as well:
-    Hq x W x (key_block + 2 * (pool // 2)) float32.
+    Each layer goes through the op of `trtllm_specprefill.importance_op`. Holds one float32
+    `[W, N]` maximum for each row that was named, and nothing that grows with layers or heads.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        tokens: int,
-        *,
-        pool: int = 13,
-        key_block: int = 4096,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, tokens: int, *, pool: int = 13) -> None:
         check_pool_width(pool)
-        if key_block < 1:
-            raise InputError("key_block", key_block, "a number of keys >= 1")
-        self._pool, self._key_block = pool, key_block
-        self._best = torch.zeros(rows, tokens, dtype=torch.float32, device=device)
+        self._tokens, self._pool = tokens, pool
+        self._best: dict[int, torch.Tensor] = {}
 
     def add(
-        self,
-        row: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        scale: float,
-        visible: torch.Tensor | None = None,
+        self, row: int, q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool = False
     ) -> None:
-        """Take one layer's queries `[Hq, W, D]` against its prompt keys `[Hkv, N, D]`.
+        """Take one layer's queries `[Hq, W, D]` against its keys `[Hkv, S, D]`.
 
-        row: first of the W rows they fill. scale: multiplies the logits.
-        visible: bool `[W, N]`, the keys each query attends to; all of them when None.
+        row: first of the W rows they fill; a row keeps the W and S of its first layer.
+        S may be more than the prompt's N: its keys are the first N. scale: multiplies the
+        logits. causal: the queries are the prompt's own last W tokens; query j sees keys up to
+        N - W + j. Raises `InputError` for what the op does not take.
         """
-        rows = slice(row, row + q.shape[1])
-        lse = _log_sum_exp(q, k, scale, visible, self._key_block)
-        n, half = k.shape[1], self._pool // 2
-        for start in range(0, n, self._key_block):
-            stop = min(start + self._key_block, n)
-            left, right = max(start - half, 0), min(stop + half, n)
-            logits = _block_logits(q, k, scale, visible, left, right)
-            weights = torch.exp(logits - lse[..., None])
-            # The halo that lies outside the prompt is zero: pad what the clamping cut off.
-            weights = torch.nn.functional.pad(
-                weights, (left - (start - half), (stop + half) - right)
-            )
-            pooled = torch.nn.functional.avg_pool1d(weights, self._pool, stride=1).amax(dim=0)
-            block = self._best[rows, start:stop]
-            torch.maximum(block, pooled, out=block)
-
-    def scores(self, rows: int | None = None) -> NDArray[np.float32]:
-        """Mean over the first `rows` query rows (all when None): float32 `[N]`."""
-        best = self._best if rows is None else self._best[:rows]
-        result: NDArray[np.float32] = best.mean(dim=0).cpu().numpy()
-        return result
-
-
-def _block_logits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    scale: float,
-    visible: torch.Tensor | None,
-    start: int,
-    stop: int,
-) -> torch.Tensor:
-    """Logits `[Hq, W, stop - start]` in float32; -inf where a query does not see the key."""
-    heads, width, dim = q.shape
-    kv_heads = k.shape[0]
-    # Query heads that share a key head are stacked as more rows of one product, so that
-    # keys are never repeated.
-    grouped = q.float().reshape(kv_heads, heads // kv_heads * width, dim)
-    logits = torch.bmm(grouped, k[:, start:stop].float().transpose(1, 2))
-    logits = logits.reshape(heads, width, stop - start) * scale
-    if visible is not None:
-        logits = logits.masked_fill(~visible[None, :, start:stop], NEG_INF)
-    return logits
-
-
-def _log_sum_exp(
-    q: torch.Tensor, k: torch.Tensor, scale: float, visible: torch.Tensor | None, key_block: int
-) -> torch.Tensor:
-    """Log of the softmax denominator over all keys, `[Hq, W]` float32, block by block."""
-    n = k.shape[1]
-    parts = [
-        torch.logsumexp(
-            _block_logits(q, k, scale, visible, start, min(start + key_block, n)), dim=-1
+        self._best[row] = importance_layer(
+            q[None],
+            k[None],
+            self._best.get(row),
+            scale=scale,
+            pool=self._pool,
+            causal=causal,
+            lengths=torch.tensor([self._tokens], dtype=torch.int32),
         )
-        for start in range(0, n, key_block)
-    ]
-    return torch.logsumexp(torch.stack(parts), dim=0)
+
+    @property
+    def queries(self) -> int:
+        """How many query rows voted."""
+        return sum(best.shape[1] for best in self._best.values())
+
+    def scores(self) -> NDArray[np.float32]:
+        """Mean over the query rows that voted: float32 `[N]`."""
+        rows = [self._best[row][0, :, : self._tokens] for row in sorted(self._best)]
+        result: NDArray[np.float32] = torch.cat(rows).mean(dim=0).cpu().numpy()
+        return result

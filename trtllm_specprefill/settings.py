@@ -138,7 +138,7 @@ class Settings(_Knobs):
     )
     look_ahead: int = _knob(8, "tokens the draft decodes before it scores", "0 to 64", ge=0, le=64)
     window: int = _knob(
-        32, "last prompt tokens that vote when scoring is window", "1 to 1024", ge=1, le=1024
+        32, "last prompt tokens that vote when scoring is window", "1 to 64", ge=1, le=64
     )
     pool: int = _knob(
         13, "width of the average pooling of scores, in tokens", "odd, 1 to 255", ge=1, le=255

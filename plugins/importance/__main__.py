@@ -15,8 +15,8 @@ from plugins.importance.launch import (
     QUERY_TYPES,
     Problem,
     default_splits,
-    head_table,
 )
+from trtllm_specprefill.importance_op import head_table
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,22 +1,21 @@
 """How the two kernels are launched: block sizes, compile-time constants and grids, from shapes.
 
-One place for all three users (torch, the interpreter, TensorRT), and free of all three: plain
-integers in, plain values out. Grids are computed with the caller's own ceiling division, so that
+One place for all three users (torch, the interpreter, TensorRT): plain integers in, plain values
+out. Grids are computed with the caller's own ceiling division, so that
 they come out as integers or as TensorRT's symbolic expressions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from trtllm_specprefill.importance_op import MAX_GROUP, MAX_QUERIES
+
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (64, 80, 96, 128, 256)
-MAX_QUERIES = 64
-MAX_TOKENS = 1_048_576
-MAX_GROUP = 16
 QUERY_TYPES = ("fp32", "fp16", "bf16")
 FP8 = "u8"  # e4m3 keys travel as bytes; the kernels decode them
 
@@ -50,33 +49,6 @@ def next_power_of_two(value: int) -> int:
 def cdiv(a: Any, b: Any) -> Any:
     """Ceiling division of integers."""
     return -(-a // b)
-
-
-def head_table(
-    query_heads: int, kv_heads: int, scoring: Sequence[int] | None = None
-) -> list[list[int]]:
-    """Rows of the kernels' `heads` input: a key head, then the query heads that read it and score.
-
-    scoring: indices of the query heads that score; all of them when None. Key heads that no
-    scoring head reads have no row, so their keys are never loaded. Rows are filled up with -1;
-    a group wider than MAX_GROUP takes several rows. Raises `ValueError` on bad indices.
-    """
-    if kv_heads < 1 or query_heads % kv_heads:
-        raise ValueError(
-            f"query_heads: {query_heads} is not a multiple of the {kv_heads} key heads"
-        )
-    heads = list(range(query_heads)) if scoring is None else list(scoring)
-    if not heads or len(set(heads)) != len(heads):
-        raise ValueError(f"heads: {heads} must be a list of distinct heads with at least one entry")
-    if min(heads) < 0 or max(heads) >= query_heads:
-        raise ValueError(f"heads: {heads} must lie in 0..{query_heads - 1}")
-    ratio = query_heads // kv_heads
-    rows: list[list[int]] = []
-    for kv in range(kv_heads):
-        group = sorted(h for h in heads if h // ratio == kv)
-        rows += [[kv, *group[i : i + MAX_GROUP]] for i in range(0, len(group), MAX_GROUP)]
-    width = max(len(row) for row in rows)
-    return [row + [-1] * (width - len(row)) for row in rows]
 
 
 def default_splits(rows: int) -> int:
@@ -182,9 +154,16 @@ class Problem:
         return shared
 
     def options(self, kernel: Kernel) -> dict[str, Any]:
-        """Compiler options: warps, pipeline stages, fused multiply-add."""
-        wide = self.pad_dim > 128
-        stages = 1 if wide and self.query_type == "fp32" else 2 if wide else 3
+        """Compiler options: warps, pipeline stages, fused multiply-add.
+
+        In `lse_kernel` a stage is a tile of keys. In `pool_kernel` it is a tile of keys and one of
+        queries, the next key head's; two of them are just over 48 KB above 64 dimensions.
+        """
+        if kernel == POOL:
+            stages = 3 if self.pad_dim <= 64 else 1
+        else:
+            wide = self.pad_dim > 128
+            stages = 1 if wide and self.query_type == "fp32" else 2 if wide else 3
         return {"num_warps": 4, "num_stages": stages, "enable_fp_fusion": True}
 
     def signature(self, kernel: Kernel) -> dict[str, str]:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from perf import gpu_check
-from plugins.importance.launch import LSE, POOL, Problem, head_table
+from plugins.importance.launch import LSE, POOL, Problem
 from plugins.importance.torch_op import launch, problem_of
+from trtllm_specprefill.importance_op import head_table
 
 ROOT = Path(__file__).resolve().parents[2]
 NAN = float("nan")

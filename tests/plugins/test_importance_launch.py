@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from plugins.importance.launch import MAX_GROUP, Problem, default_splits, head_table
+from plugins.importance.launch import Problem, default_splits
+from trtllm_specprefill.importance_op import MAX_GROUP, head_table
 
 PROBLEM = Problem(8, 2, 2, 4, 64, "bf16", "bf16", 0.125, 13, False, 8, 16)
 

@@ -1,5 +1,7 @@
 """The torch op: its CPU form, its fake form, its agreement with the kernels, and its ONNX node."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -7,7 +9,10 @@ import torch
 
 from plugins.importance import importance_layer, torch_op
 from plugins.importance.launch import default_splits
-from tests.plugins.layers import NAN, Layer, relative_error
+from plugins.importance.torch_op import kernel_layer
+from tests.plugins.layers import NAN, ROOT, Layer, interpreted, relative_error
+from trtllm_specprefill import importance_op
+from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.importance import RunningImportance, reference_importance
 
 FP8 = torch.float8_e4m3fn
@@ -51,7 +56,7 @@ def test_cpu_form_does_not_depend_on_its_block_of_keys(
     torch.manual_seed(2)
     layer = ragged(torch.float32, torch.float32, True)
     whole = layer.plain()
-    monkeypatch.setattr(torch_op, "_KEY_BLOCK", block)
+    monkeypatch.setattr(importance_op, "_key_block", lambda rows, device: block)
     assert torch.allclose(layer.plain(), whole, rtol=1e-5, atol=0)
 
 
@@ -59,7 +64,7 @@ def test_layers_in_turn_give_what_the_library_defines_and_streams() -> None:
     torch.manual_seed(3)
     stack = [(torch.randn(1, 6, 5, 64), torch.randn(1, 2, 150, 64)) for _ in range(3)]
     running = None
-    streamed = RunningImportance(5, 150)
+    streamed = RunningImportance(150)
     for queries, keys in stack:
         running = importance_layer(queries, keys, running, scale=0.125)
         streamed.add(0, queries[0], keys[0], 0.125)
@@ -83,6 +88,77 @@ def test_cpu_form_treats_bad_values_as_the_kernels_do() -> None:
     assert layer.plain()[1, 2].isnan().all()
 
 
+def test_cuda_form_by_the_kernels_agrees_with_the_plain_form() -> None:
+    torch.manual_seed(6)
+    layer = ragged(torch.bfloat16, FP8, True)
+    got = interpreted(kernel_layer, *layer.inputs(), layer.scale, layer.pool, layer.causal)
+    assert not torch.equal(got, layer.plain())  # other sums, so not the plain form itself
+    assert relative_error(got, layer.plain().double()) <= 1e-2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "pool", "word"),
+    [
+        (torch.float32, 32, 13, "dim: 32"),
+        (torch.bfloat16, 64, 255, "pool: 255"),
+        (torch.float64, 64, 13, "float64"),
+    ],
+)
+def test_cuda_form_leaves_to_the_plain_form_what_the_kernels_do_not_take_and_says_so(
+    dtype: torch.dtype, dim: int, pool: int, word: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch_op._say_once.cache_clear()
+    layer = Layer(torch.randn(1, 4, 3, dim, dtype=dtype), torch.randn(1, 2, 50, dim, dtype=dtype))
+    for _ in range(2):
+        got = kernel_layer(*layer.inputs(), layer.scale, pool, True)
+    layer.pool, layer.causal = pool, True
+    assert torch.equal(got, layer.plain())
+    assert relative_error(got, layer.float64()) <= 1e-5
+    assert [word in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_kernels_refuse_what_the_op_refuses_and_do_not_fall_back() -> None:
+    layer = Layer(torch.randn(1, 4, 3, 32), torch.randn(1, 2, 50, 32))
+    with pytest.raises(InputError, match="pool"):
+        kernel_layer(*layer.inputs(), layer.scale, 4, False)
+
+
+HAS_CUDA_FORM = """
+import {first}
+import torch
+from trtllm_specprefill import importance_op
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+print(has("specprefill::importance_layer", "CUDA"))
+print(importance_op.use_kernels())
+print(has("specprefill::importance_layer", "CUDA"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        ("torch", ["False", "True", "True"]),
+        ("plugins.importance", ["True", "True", "True"]),
+        # What an import finds when the name is blocked: nothing, as where it is not installed.
+        ("sys; sys.modules['plugins'] = None; import torch", ["False", "False", "False"]),
+        ("sys; sys.modules['triton'] = None; import torch", ["False", "False", "False"]),
+    ],
+)
+def test_kernels_are_the_ops_cuda_form_where_plugins_and_triton_are_installed(
+    first: str, expected: list[str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HAS_CUDA_FORM.format(first=first)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    assert done.stdout.split() == expected
+    # A log line of the library's goes to stderr unless an application takes it.
+    assert ("without the kernels" in done.stderr) == ("False" in expected[1])
+
+
 def test_op_declares_what_it_does() -> None:
     torch.manual_seed(5)
     layer = ragged(torch.bfloat16, torch.bfloat16, True)
@@ -103,8 +179,8 @@ def test_op_declares_what_it_does() -> None:
         ({"key_scale": torch.ones(3)}, "expand"),
         ({"pool": 4}, "pool"),
         ({"heads": [4]}, "heads"),
-        ({"keys": torch.randn(1, 2, 9, 64).half()}, "key_type"),
-        ({"keys": torch.randn(1, 2, 9, 64).double()}, "keys"),
+        ({"keys": torch.randn(1, 2, 9, 64).half()}, "keys: torch.float16"),
+        ({"keys": torch.randn(1, 2, 9, 64).double()}, "keys: torch.float64"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(change: dict, word: str) -> None:
@@ -189,3 +265,21 @@ def test_nodes_expand_to_the_plugins_with_their_attributes(exported: Any) -> Non
         "plugin_namespace": b"specprefill",
         "aot": 1,
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_longest_prompt_is_scored_right_at_every_position(causal: bool) -> None:
+    """N of 1,048,576: the last that the op takes."""
+    torch.manual_seed(7)
+    n, w, dim, pool = importance_op.MAX_TOKENS, 2, 16, 13
+    queries, keys = torch.randn(1, 2, w, dim), torch.randn(1, 1, n, dim)
+    got = importance_layer(queries, keys, scale=dim**-0.5, pool=pool, causal=causal)[0]
+    assert got.shape == (w, n)
+    logits = dim**-0.5 * queries[0].double() @ keys[0].double().transpose(1, 2)
+    if causal:
+        logits[:, 0, n - 1] = float("-inf")
+    weights = torch.nn.functional.pad(logits.softmax(-1), (pool // 2, pool // 2))
+    assert importance_op._key_block(2 * w, keys.device) < n  # several blocks
+    pooled = sum(weights[..., i : n + i] for i in range(pool)).amax(0) / pool
+    assert relative_error(got, pooled) <= 1e-5
