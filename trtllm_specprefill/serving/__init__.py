@@ -1,0 +1,1 @@
+"""Behind Triton: the model repository, its launch, what its models do, and a client."""

@@ -1,0 +1,94 @@
+"""The one settings file of a server: models, limits, ports and the defaults of every knob."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.prompt import read_text
+from trtllm_specprefill.settings import Sampling, Settings
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSettings(_Part):
+    """One of the two models: what it is, and what runs it."""
+
+    model: str = Field("smollm2-135m", description="directory, .gguf file, hub id or demo alias")
+    backend: Literal["torch"] = Field("torch", description="what runs it")
+    dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    threads: int | None = Field(None, ge=1, description="CPU threads; all when absent")
+
+
+class Limits(_Part):
+    """What one server takes on. Times are in seconds."""
+
+    requests: int = Field(32, ge=1, description="requests in the server; more are refused")
+    answers: int = Field(4, ge=1, description="answers the target decodes in turn")
+    draft_timeout: float = Field(60.0, gt=0, description="of scoring a prompt of no length")
+    draft_timeout_per_1000_tokens: float = Field(
+        30.0, ge=0, description="added for every 1,000 draft tokens"
+    )
+    presence: float = Field(
+        0.5, gt=0, description="how often a running request is asked whether its client is there"
+    )
+
+    def draft_seconds(self, tokens: int) -> float:
+        """Seconds that scoring a prompt of `tokens` draft tokens may take."""
+        return self.draft_timeout + self.draft_timeout_per_1000_tokens * tokens / 1000
+
+
+class Ports(_Part):
+    """Where the server listens."""
+
+    host: str = "127.0.0.1"
+    http: int = Field(8000, ge=0, le=65535)
+    grpc: int = Field(8001, ge=0, le=65535)
+    metrics: int = Field(8002, ge=0, le=65535)
+
+
+class ServeSettings(_Part):
+    """Everything a server is started with.
+
+    settings, sampling: what holds for a request that does not say otherwise.
+    infer_instances: plain, non-streaming `infer` calls answered at a time.
+    """
+
+    draft: ModelSettings = ModelSettings()
+    target: ModelSettings = ModelSettings()
+    settings: Settings = Settings()
+    sampling: Sampling = Sampling()
+    limits: Limits = Limits()
+    ports: Ports = Ports()
+    infer_instances: int = Field(2, ge=1)
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> ServeSettings:
+        """Build from nested values; `InputError` for the first that cannot be used."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            cause = first.get("ctx", {}).get("error")
+            if isinstance(cause, InputError):
+                raise cause from None
+            name = ".".join(str(part) for part in first["loc"])
+            raise InputError(name or "settings", first["input"], first["msg"]) from None
+
+    @classmethod
+    def read(cls, path: Path) -> ServeSettings:
+        """From a YAML file; `InputError` when it cannot be read or used."""
+        try:
+            values = yaml.safe_load(read_text("config", path))
+        except yaml.YAMLError as error:
+            raise InputError("config", str(path), f"a YAML file ({error})") from None
+        if not isinstance(values, dict):
+            raise InputError("config", str(path), "a YAML mapping")
+        return cls.of(values)
