@@ -158,16 +158,24 @@ class SpecPrefill:
         sampling: Sampling | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
         protect: Iterable[str] = (),
+        question: str | None = None,
         **knobs: Any,
     ) -> Generation:
         """Answer `source`, a text or chat messages, and say what was done.
 
+        protect, question: see `prepare`.
         knobs: any field of `Settings` or `Sampling` by name, `keep` for `keep_rate`.
         Raises `InputError` for bad input, `ContextTooLong` for a prompt that does not fit even
         pruned, `TargetFailed` when the target fails, and under strict whatever went wrong.
         """
         steps = self.stream(
-            source, settings=settings, sampling=sampling, tools=tools, protect=protect, **knobs
+            source,
+            settings=settings,
+            sampling=sampling,
+            tools=tools,
+            protect=protect,
+            question=question,
+            **knobs,
         )
         *_, last = steps
         assert last.generation is not None
@@ -181,6 +189,7 @@ class SpecPrefill:
         sampling: Sampling | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
         protect: Iterable[str] = (),
+        question: str | None = None,
         **knobs: Any,
     ) -> Iterator[Streamed]:
         """Like `generate`, step by step; the last step carries the `Generation`.
@@ -189,7 +198,7 @@ class SpecPrefill:
         """
         clock = _Clock()
         settings, sampling = _with_knobs(settings, sampling, knobs)
-        prompt, plan = self._plan(source, settings, sampling, tools, protect, clock)
+        prompt, plan = self._plan(source, settings, sampling, tools, protect, question, clock)
         plan, first, rest = self._start(prompt, plan, sampling, clock)
         ttft = clock.elapsed()
 
@@ -227,11 +236,12 @@ class SpecPrefill:
         sampling: Sampling | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
         protect: Iterable[str] = (),
+        question: str | None = None,
         **knobs: Any,
     ) -> tuple[Prompt, PrunePlan]:
         """Everything before the target: the prepared prompt and the plan for it."""
         settings, sampling = _with_knobs(settings, sampling, knobs)
-        return self._plan(source, settings, sampling, tools, protect, _Clock())
+        return self._plan(source, settings, sampling, tools, protect, question, _Clock())
 
     def predicted_gain(self, prompt: Prompt) -> float:
         """Operations of a dense prefill over those of scoring and a pruned prefill."""
@@ -248,6 +258,7 @@ class SpecPrefill:
         sampling: Sampling,
         tools: Sequence[dict[str, Any]] | None,
         protect: Iterable[str],
+        question: str | None,
         clock: _Clock,
     ) -> tuple[Prompt, PrunePlan]:
         pieces = protect if isinstance(protect, str) else list(protect)
@@ -260,6 +271,7 @@ class SpecPrefill:
                 settings=settings,
                 tools=tools,
                 protect=pieces,
+                question=question,
             )
 
         own = self.draft.tokenizer if self.draft and self.tokenizer_difference else None
@@ -331,7 +343,7 @@ class SpecPrefill:
     def _score(self, prompt: Prompt) -> Importance:
         assert self.draft is not None
         try:
-            importance = self.draft.score(prompt.draft.ids, prompt.settings)
+            importance = self.draft.score(prompt.draft.ids, prompt.settings, prompt.question)
         except SpecPrefillError:
             raise
         except Exception as error:  # foreign code: whatever it raises, the request is answered

@@ -185,7 +185,7 @@ def run_case(
 
 
 def _timed_score(draft: Draft, prompt: Prompt, row: dict[str, Any]) -> Importance:
-    importance = draft.score(prompt.draft.ids, prompt.settings)
+    importance = draft.score(prompt.draft.ids, prompt.settings, prompt.question)
     row["draft_s"] = sum(importance.seconds.values())
     row["queries"] = importance.queries
     return importance
