@@ -55,10 +55,17 @@ class ScriptedDraft(Draft):
     def __init__(self, tokenizer: Any, script: Any = None, hands: Hands | None = None) -> None:
         self.tokenizer, self.script, self.hands = tokenizer, script, hands
         self.calls: list[tuple[NDArray[np.int32], Settings]] = []
+        self.questions: list[NDArray[np.int64] | None] = []
         self.cost = 1.0
 
-    def score(self, ids: NDArray[np.int32], settings: Settings) -> Importance:
+    def score(
+        self,
+        ids: NDArray[np.int32],
+        settings: Settings,
+        question: NDArray[np.int64] | None = None,
+    ) -> Importance:
         self.calls.append((ids, settings))
+        self.questions.append(question)
         seconds = {}
         if self.hands:
             self.hands.now += 5.0
