@@ -167,7 +167,7 @@ class Settings(_Knobs):
         4, "first tokens of the prompt, which begin every window", "a whole number >= 0", ge=0
     )
     draft_tail: int = _knob(
-        96,
+        64,
         "most tokens that end every window: the last of the question",
         "a whole number >= 1",
         ge=1,
