@@ -81,7 +81,7 @@ def _told(case: Case, form: str) -> tuple[str | list[dict[str, Any]], str | None
 
 
 @app.command(
-    epilog="""Example: python -m perf.recall --arm 'fast={}' --arm 'paper={"scoring":"lookahead"}'"""
+    epilog="""Example: python -m perf.recall --arm 'fast={}' --arm 'all={"draft_layers":30}'"""
 )
 def recall(
     arm: Annotated[list[str], typer.Option(metavar="NAME=JSON", help="Settings; repeatable.")],

@@ -40,7 +40,7 @@ class TorchDraft(Draft):
 
     def __init__(self, model: Model) -> None:
         self.name, self.tokenizer = model.name, model.tokenizer
-        self.context_length = model.context_length
+        self.context_length, self.config = model.context_length, model.config
         self._model = model
         verify_capture(model)
         if model.device.type == "cuda":
