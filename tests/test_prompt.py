@@ -571,15 +571,36 @@ def asked(prompt: Prompt) -> str:
     return "".join(prompt.text[place] for place in sorted(places))
 
 
-def test_the_last_user_message_asks_and_the_template_around_it(tokenizer: Any) -> None:
+def test_the_last_user_message_asks_and_the_templates_words_behind_it(tokenizer: Any) -> None:
     messages = [
         {"role": "user", "content": lengthy(60)},
         {"role": "assistant", "content": "Read it."},
         {"role": "user", "content": "Where is the key?"},
     ]
     prompt = prepare(messages, target_tokenizer=tokenizer)
-    end = prompt.text.index("Read it.") + len("Read it.")
-    assert asked(prompt) == prompt.text[end:]
+    assert asked(prompt).lstrip() == prompt.text[prompt.text.index("Where is the key?") :]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(
+    "question", ["Where is the key?", "Question: Where is the key?\nAnswer:", "Where is the key?\n"]
+)
+def test_a_last_line_asks_and_not_the_document_before_it(
+    byte_level: Any, question: str, chat: bool
+) -> None:
+    text = f"{lengthy(90)}\n{lengthy(90)}\n\n{question}"
+    source: Any = [{"role": "user", "content": text}] if chat else text
+    prompt = prepare(source, target_tokenizer=byte_level)
+    assert asked(prompt).lstrip("\n") == prompt.text[prompt.text.rindex(question) :]
+
+
+@pytest.mark.parametrize("text", ["{long} Where is the key?", "Where is the key?\n\n{long}"])
+def test_a_last_line_too_long_for_a_question_leaves_the_whole_message(
+    byte_level: Any, text: str
+) -> None:
+    content = text.format(long=lengthy(90))
+    prompt = prepare([{"role": "user", "content": content}], target_tokenizer=byte_level)
+    assert asked(prompt).startswith(content)
 
 
 def test_a_question_before_a_tools_answer_is_still_what_asks(byte_level: Any) -> None:
@@ -588,8 +609,7 @@ def test_a_question_before_a_tools_answer_is_still_what_asks(byte_level: Any) ->
         {"role": "tool", "content": lengthy(80)},
     ]
     prompt = prepare(messages, target_tokenizer=byte_level)
-    assert asked(prompt).startswith("<|im_start|>user\nWhere is the key?")
-    assert asked(prompt).endswith("key?<|im_end|>\n<|im_start|>assistant\n")
+    assert asked(prompt) == "Where is the key?<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -609,7 +629,7 @@ def test_a_marked_question_asks_wherever_it_stands_and_is_kept(
     assert question in words_of(prompt, "marked")
 
 
-def test_in_a_plain_text_all_tokens_that_stand_for_text_may_ask(tokenizer: Any) -> None:
+def test_in_a_plain_text_of_one_line_all_tokens_that_stand_for_text_may_ask(tokenizer: Any) -> None:
     prompt = prepare(lengthy(50), target_tokenizer=tokenizer)
     spoken = np.flatnonzero(prompt.draft.ends > prompt.draft.starts)
     np.testing.assert_array_equal(prompt.question, spoken)

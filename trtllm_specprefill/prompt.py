@@ -29,6 +29,7 @@ PROTECTION_RULES: tuple[Rule, ...] = ("control", "system", "role", "marked", "la
 LONG_PROMPT, LONG_TAIL, SHORT_TAIL, TAIL_SHARE = 16_000, 512, 64, 32
 WORD_REACH = 32  # tokens the tail may grow by to begin with a whole word
 CLOSING_REACH = 32  # tokens behind a question that are taken as part of it
+SHORT_QUESTION, LONG_QUESTION = 12, 64  # characters, and tokens, of last lines that may ask
 LAST_USER_SHARE = 4  # the last user message is kept whole where it fits in budget / 4
 
 
@@ -72,8 +73,9 @@ class Prompt:
     text: what the target reads, special tokens spelt out. draft, target: its two encodings;
     the same object when both models share a tokenizer. protected: spans kept whatever their
     importance, sorted, possibly overlapping. settings: the request's settings in force.
-    question: int64, ascending, the draft tokens that ask: a marked question or the last user
-    message, and what closes the prompt; all tokens of a plain text.
+    question: int64, ascending, the draft tokens that ask: a marked question, or the last line of
+    the last user message or of the text (all of it where that line is long), and what closes
+    the prompt.
     """
 
     text: str
@@ -265,13 +267,12 @@ def _asking(
     text: str, draft: Encoding, contents: list[_Content], question: Span | None
 ) -> NDArray[np.int64]:
     """The draft tokens that ask, and those that close the prompt."""
-    users = [i for i, content in enumerate(contents) if content.role == "user"]
+    users = [content for content in contents if content.role == "user"]
     if question is not None:
         start, end = question.start, question.end
-    elif users:  # with the template's words before it
-        start, end = contents[users[-1] - 1].end if users[-1] else 0, contents[users[-1]].end
     else:
-        start, end = 0, len(text)
+        start, end = (users[-1].start, users[-1].end) if users else (0, len(text))
+        start = _last_lines(text, draft, start, end)
     asked = draft.overlapping(start, end)
     closing = draft.overlapping(contents[-1].end if contents else len(text), len(text)).start
     # What follows at once belongs to the question: "Answer:", or the end of the message.
@@ -279,6 +280,23 @@ def _asking(
         closing = asked.stop
     closing = min(max(closing, asked.stop), len(draft) - 1)
     return np.union1d(np.arange(asked.start, asked.stop), np.arange(closing, len(draft)))
+
+
+def _last_lines(text: str, draft: Encoding, start: int, end: int) -> int:
+    """Where the last line that can be a question begins, or `start` where there is none.
+
+    A document and a question about it are parted by a line break more often than not; a line
+    of a word or two ("Answer:") belongs to the line before it.
+    """
+    line = text.rfind("\n", start, start + len(text[start:end].rstrip()))
+    while line >= 0:
+        tokens = draft.overlapping(line + 1, end)
+        if tokens.stop - tokens.start > LONG_QUESTION:
+            return start
+        if len(text[line + 1 : end].strip()) >= SHORT_QUESTION:
+            return line + 1
+        line = text.rfind("\n", start, line)
+    return start
 
 
 def _occurrences(field: str, text: str, piece: str) -> list[Span]:
