@@ -294,7 +294,7 @@ def _last_lines(text: str, draft: Encoding, start: int, end: int) -> int:
         if tokens.stop - tokens.start > LONG_QUESTION:
             return start
         if len(text[line + 1 : end].strip()) >= SHORT_QUESTION:
-            return line + 1
+            return start + len(text[start:line].rstrip())  # with the white space that parts them
         line = text.rfind("\n", start, line)
     return start
 
