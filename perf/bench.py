@@ -1,9 +1,10 @@
-"""`make bench`: time of every stage, dense and pruned interleaved, and the memory of scoring.
+"""`make bench`: TTFT by stage, dense and pruned interleaved; how scoring grows; its memory.
 
-Times are medians over rounds in one process, each round answering the same prompt dense and
-pruned. Memory is read from processes of their own, since a peak cannot be reset: one that
-only prefills the prompt with the draft, and one that scores it; the difference is what scoring
-adds.
+Times are medians over rounds in one process, each round answering the same prompt dense, pruned
+by the paper's draft (every layer, whole prompt, look-ahead) and pruned by the fast one (windows,
+first layers). Every round also multiplies two matrices of the draft's sizes: a stage's
+operations over that rate are its floor. Memory is read from processes of their own, since a
+peak cannot be reset.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +35,9 @@ from trtllm_specprefill.pipeline import SpecPrefill
 from trtllm_specprefill.prompt import ask, encode
 from trtllm_specprefill.settings import Settings
 
+# What each pruned arm asks of the draft.
+DRAFTS: dict[str, dict[str, Any]] = {"paper": {"scoring": "lookahead"}, "fast": {}}
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _screen = Console(stderr=True, highlight=False)
 
@@ -46,7 +51,15 @@ def bench(
         7200,
     ],
     memory_tokens: Annotated[int, typer.Option(help="Prompt length of the memory run.")] = 8000,
+    growth: Annotated[list[int], typer.Option(help="Lengths the fast draft scores alone.")] = [  # noqa: B006
+        4000,
+        16000,
+        64000,
+    ],
     keep: Annotated[float, typer.Option(help="Keep rate.")] = 0.1,
+    positions: Annotated[
+        str, typer.Option(help="A target this small reads contiguous positions better.")
+    ] = "contiguous",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")] = 3,
     out: Annotated[Path, typer.Option(help="Folder of the JSON result.")] = Path("perf/results"),
     peak: Annotated[str, typer.Option(hidden=True)] = "",
@@ -55,115 +68,134 @@ def bench(
     if peak:
         print(json.dumps(_peak(draft, memory_tokens, peak)))
         return
-    memory = _memory(draft, memory_tokens)
+    memory = {what: _alone(draft, memory_tokens, what) for what in ("load", "prefill", *DRAFTS)}
+    grown = [_alone(draft, n, "fast") for n in growth]
     model = SpecPrefill.from_pretrained(draft, target, progress=_say)
-    lengths = [_stages(model, n, keep, rounds) for n in tokens]
+    lengths = [_stages(model, n, keep, positions, rounds) for n in tokens]
     report = {
         "command": command(),
         "machine": machine(),
         "draft": draft,
         "target": target,
         "keep": keep,
+        "positions": positions,
         "rounds": rounds,
         "memory": memory,
+        "growth": grown,
         "lengths": lengths,
     }
     out.mkdir(parents=True, exist_ok=True)
     path = out / "bench.json"
     path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     for row in lengths:
+        for name in DRAFTS:
+            print(
+                f"{row['prompt_tokens']} tokens: TTFT dense {row['dense']['ttft_s']:.2f} s,"
+                f" {name} draft {row[name]['ttft_s']:.2f} s, ratio {row[name]['speedup']:.2f}"
+            )
+    for peak_of in grown:
         print(
-            f"{row['prompt_tokens']} tokens: TTFT dense {row['dense']['ttft_s']:.2f} s,"
-            f" pruned {row['pruned']['ttft_s']:.2f} s, ratio {row['speedup']:.2f}"
+            f"scoring {peak_of['tokens']} tokens: {peak_of['seconds']:.2f} s,"
+            f" peak {peak_of['peak_mib']:.0f} MiB"
         )
-    print(
-        f"scoring {memory_tokens} tokens adds {memory['scoring_adds_mib']:.0f} MiB to a peak of"
-        f" {memory['prefill_peak_mib']:.0f} MiB; written to {path}"
-    )
+    print(f"written to {path}")
 
 
 def _say(line: str) -> None:
     _screen.print(line, style="dim", markup=False)
 
 
-def _stages(model: SpecPrefill, tokens: int, keep: float, rounds: int) -> dict[str, Any]:
-    """Medians of TTFT and of each stage, dense and pruned in turn."""
+def _stages(
+    model: SpecPrefill, tokens: int, keep: float, positions: str, rounds: int
+) -> dict[str, Any]:
+    """Medians of TTFT and of each stage, the arms in turn, and the floor of each stage."""
+    assert isinstance(model.draft, TorchDraft)
+    config = model.draft.config
     case = next(cases(haystack(), model.target.tokenizer, [tokens], [1], 5))
     source = ask(case.context, case.question, model.target.tokenizer)
-    arms: dict[str, dict[str, Any]] = {
-        "dense": {"enabled": False},
-        "pruned": {"keep": keep, "threshold": 0},
-    }
+    pruned = {"keep": keep, "threshold": 0, "positions": positions}
+    arms = {"dense": {"enabled": False}} | {n: {**pruned, **own} for n, own in DRAFTS.items()}
     reports: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    rates = []
     for i in range(rounds):
         for name, knobs in arms.items():
             report = model.generate(source, max_tokens=16, **knobs).report()
-            if name == "pruned" and report["reason"] != "pruned":
+            if name in DRAFTS and report["reason"] != "pruned":
                 raise DraftFailed(f"not pruned: {report['reason']}: {report['detail']}")
             reports[name].append(report)
+            rates.append(_matrix_rate(config))
             _say(
                 f"{tokens} tokens, round {i + 1} of {rounds}, {name}:"
                 f" TTFT {reports[name][-1]['ttft_s']:.2f} s"
             )
-    row: dict[str, Any] = {"prompt_tokens": reports["dense"][0]["prompt_tokens"]}
+    n = reports["dense"][0]["prompt_tokens"]
+    rate = statistics.median(rates)
+    row: dict[str, Any] = {"prompt_tokens": n, "matrix_gflops": rate / 1e9}
     for name, runs in reports.items():
+        kept = runs[0]["kept_tokens"]
+        floors = {"target_prefill": model.target.operations(kept) / rate}
+        if name in DRAFTS:
+            settings = Settings.of(**DRAFTS[name])
+            floors["draft_prefill"] = model.draft.operations(n, settings) / rate
+        stages = {s: statistics.median(r["stages"][s] for r in runs) for s in runs[0]["stages"]}
         row[name] = {
             "ttft_s": statistics.median(r["ttft_s"] for r in runs),
             "ttft_min_s": min(r["ttft_s"] for r in runs),
             "ttft_max_s": max(r["ttft_s"] for r in runs),
-            "stages": {
-                stage: statistics.median(r["stages"][stage] for r in runs)
-                for stage in runs[0]["stages"]
-            },
-            "kept_tokens": runs[0]["kept_tokens"],
+            "stages": stages,
+            "floors": floors,
+            "share_of_floor_rate": {stage: floors[stage] / stages[stage] for stage in floors},
+            "speedup": statistics.median(
+                d["ttft_s"] / p["ttft_s"] for d, p in zip(reports["dense"], runs, strict=True)
+            ),
+            "kept_tokens": kept,
             "text": runs[0]["text"],
+            "right": case.answer in runs[0]["text"],
         }
-    pairs = zip(reports["dense"], reports["pruned"], strict=True)
-    row["speedup"] = statistics.median(d["ttft_s"] / p["ttft_s"] for d, p in pairs)
     return row
 
 
-def _memory(draft: str, tokens: int) -> dict[str, Any]:
-    """Peak resident memory of loading, of a plain prefill, and of scoring, each on its own."""
-    peaks = {}
-    for what in ("load", "prefill", "score"):
-        _say(f"peak memory of {what} at {tokens} tokens")
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "perf.bench", "--peak", what),
-                *("--draft", draft, "--memory-tokens", str(tokens)),
-            ],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        peaks[what] = json.loads(done.stdout.splitlines()[-1])
-    return {
-        "tokens": tokens,
-        "load_peak_mib": peaks["load"]["peak_mib"],
-        "prefill_peak_mib": peaks["prefill"]["peak_mib"],
-        "score_peak_mib": peaks["score"]["peak_mib"],
-        "scoring_adds_mib": peaks["score"]["peak_mib"] - peaks["prefill"]["peak_mib"],
-        # What a scorer that stores layers x heads x queries x tokens in float32 would hold.
-        "all_weights_at_once_mib": peaks["score"]["naive_mib"],
-    }
+def _matrix_rate(config: Any) -> float:
+    """Operations a second of one product of a layer's sizes, the best of ten."""
+    rows, inner = torch.randn(1024, config.hidden_size), config.intermediate_size
+    weight = torch.randn(inner, config.hidden_size)
+    seconds = []
+    for _ in range(10):
+        started = time.perf_counter()
+        torch.nn.functional.linear(rows, weight)
+        seconds.append(time.perf_counter() - started)
+    return 2.0 * rows.numel() * inner / min(seconds)
+
+
+def _alone(draft: str, tokens: int, what: str) -> dict[str, float]:
+    """Peak resident memory and time of loading, of a prefill, or of scoring, in a process."""
+    _say(f"{what} at {tokens} tokens, alone")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "perf.bench", "--peak", what),
+            *("--draft", draft, "--memory-tokens", str(tokens)),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def _peak(draft: str, tokens: int, what: str) -> dict[str, float]:
     model = load_model(draft)
-    settings = Settings()
-    rows = settings.look_ahead + 1
-    if what != "load":
-        scorer = TorchDraft(model)
-        ids = encode(model.tokenizer, haystack()[: tokens * 8], special=True).ids[:tokens]
-        if what == "score":
-            scorer.score(ids, settings)
-        else:
-            _prefill(model, ids)
-    heads = model.config.num_attention_heads * model.config.num_hidden_layers
+    scorer = TorchDraft(model)
+    ids = encode(model.tokenizer, haystack()[: tokens * 8], special=True).ids[:tokens]
+    started = time.perf_counter()
+    if what in DRAFTS:
+        scorer.score(ids, Settings.of(**DRAFTS[what]))
+    elif what == "prefill":
+        _prefill(model, ids)
     return {
+        "tokens": len(ids),
+        "seconds": time.perf_counter() - started,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "naive_mib": 4 * heads * rows * tokens / 2**20,
     }
 
 

@@ -148,10 +148,11 @@ def test_scores_do_not_depend_on_what_was_scored_before(smollm2: Model, prose: s
     prompts = [np.asarray(smollm2.tokenizer(t)["input_ids"], dtype=np.int32) for t in texts]
     from trtllm_specprefill.settings import Settings
 
-    together = [draft.score(ids, Settings()).scores for ids in prompts]
-    alone = [draft.score(ids, Settings()).scores for ids in reversed(prompts)]
-    for first, second in zip(together, reversed(alone), strict=True):
-        np.testing.assert_array_equal(first, second)
+    for settings in (Settings(), Settings(scoring="lookahead")):
+        together = [draft.score(ids, settings).scores for ids in prompts]
+        alone = [draft.score(ids, settings).scores for ids in reversed(prompts)]
+        for first, second in zip(together, reversed(alone), strict=True):
+            np.testing.assert_array_equal(first, second)
 
 
 def test_a_prompt_past_the_drafts_context_goes_to_the_target_in_full(
@@ -160,11 +161,21 @@ def test_a_prompt_past_the_drafts_context_goes_to_the_target_in_full(
     """31: a drafter past its trained window gives NaN; it is not asked."""
     short = TorchDraft(replace(smollm2, context_length=256))
     model = SpecPrefill(short, TorchTarget(smollm2))
-    planned = model.plan([{"role": "user", "content": passage(prose, 2500)}], **ALL)
+    source = [{"role": "user", "content": passage(prose, 2500)}]
+    planned = model.plan(source, scoring="lookahead", **ALL)
     prompt, plan = planned.prompt, planned.plan
     assert plan.reason is Reason.CONTEXT_TOO_LONG
     assert "256" in plan.detail
     np.testing.assert_array_equal(plan.input_ids, prompt.target.ids)
+
+
+def test_in_windows_a_prompt_past_the_drafts_context_is_scored(smollm2: Model, prose: str) -> None:
+    short = TorchDraft(replace(smollm2, context_length=256))
+    model = SpecPrefill(short, TorchTarget(smollm2))
+    case, source = planted(model, prose, 2000, seed=4)
+    plan = model.plan(source, keep=0.2, **ALL).plan
+    assert plan.reason is Reason.PRUNED
+    assert case.answer in smollm2.tokenizer.decode(plan.input_ids)
 
 
 @pytest.fixture
@@ -237,12 +248,11 @@ def test_the_answer_ends_at_the_models_own_eos(pair: SpecPrefill) -> None:
 
 
 def test_stage_times_add_up_to_ttft(pair: SpecPrefill, prose: str) -> None:
-    answer = pair.generate(
-        [{"role": "user", "content": passage(prose, 3000)}], keep=0.3, max_tokens=3, **ALL
-    )
-    before = sum(s for name, s in answer.stages.items() if name != "decode")
-    assert before <= answer.ttft_s
-    assert before >= 0.95 * answer.ttft_s
-    assert {"prepare", "draft_prefill", "look_ahead", "select", "plan", "target_prefill"} <= set(
-        answer.stages
-    )
+    source = [{"role": "user", "content": passage(prose, 3000)}]
+    stages = {"prepare", "draft_prefill", "select", "plan", "target_prefill"}
+    for scoring, own in (("lookahead", {"look_ahead"}), ("window", set())):
+        answer = pair.generate(source, scoring=scoring, keep=0.3, max_tokens=3, **ALL)
+        before = sum(s for name, s in answer.stages.items() if name != "decode")
+        assert before <= answer.ttft_s
+        assert before >= 0.95 * answer.ttft_s
+        assert stages | own <= set(answer.stages)

@@ -185,7 +185,7 @@ class KeptCalls:
         self.calls: list[tuple[int, torch.Tensor, torch.Tensor, float]] = []
 
     def see(self, layer: int, q: Any, k: Any, scale: float, mask: Any) -> None:
-        self.calls.append((layer, q.clone(), k.clone(), scale))
+        self.calls.append((layer, q[0].clone(), k[0].clone(), scale))
 
 
 @pytest.fixture
@@ -194,13 +194,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> KeptCalls:
     from trtllm_specprefill.draft import torch as draft_torch
 
     kept = KeptCalls()
-    original = draft_torch._Votes.see
 
-    def see(self: Any, *arguments: Any) -> None:
-        kept.see(*arguments)
-        original(self, *arguments)
+    def watch(votes: Any) -> None:
+        original = votes.see
 
-    monkeypatch.setattr(draft_torch._Votes, "see", see)
+        def see(self: Any, *arguments: Any) -> None:
+            kept.see(*arguments)
+            original(self, *arguments)
+
+        monkeypatch.setattr(votes, "see", see)
+
+    watch(draft_torch._LookAhead)
+    watch(draft_torch._FirstLayers)
     return kept
 
 
@@ -213,7 +218,8 @@ def test_draft_scores_equal_the_paper_on_the_models_own_queries_and_keys(
     draft = TorchDraft(random_model(family))
     n = int(rng.integers(90, 400))
     ids = rng.integers(2, 211, n).astype(np.int32)
-    settings = Settings.of(scoring=scoring, window=16, look_ahead=5, pool=13)
+    whole = {"draft_window": 0, "draft_layers": 4, "votes": "mean"}
+    settings = Settings.of(scoring=scoring, window=16, look_ahead=5, pool=13, **whole)
     importance = draft.score(ids, settings)
 
     by_layer: dict[int, tuple[list[Any], Any, float]] = {}
@@ -252,14 +258,15 @@ def test_look_ahead_is_greedy_and_ends_at_the_models_own_eos(
         return original(model, ids, positions, cache)
 
     monkeypatch.setattr(draft_torch, "last_logits", watched)
-    importance = TorchDraft(model).score(ids, Settings())
+    importance = TorchDraft(model).score(ids, Settings(scoring="lookahead"))
     assert importance.queries == 9
     assert fed[0] == (ids.tolist(), list(range(70)))
     assert fed[1:] == [([token], [70 + i]) for i, token in enumerate(greedy)]
 
     first = greedy.index(greedy[2])  # the third token, or an earlier one that equals it
     ending = replace(model, eos_token_ids=frozenset({greedy[2]}))
-    assert TorchDraft(ending).score(ids, Settings()).queries == 1 + first
+    settings = Settings(scoring="lookahead")
+    assert TorchDraft(ending).score(ids, settings).queries == 1 + first
 
 
 @pytest.mark.parametrize("n", range(54, 68))
@@ -268,7 +275,7 @@ def test_look_ahead_around_a_sliding_window_scores_the_right_keys(n: int) -> Non
     model = replace(random_model("gemma3"), eos_token_ids=frozenset())
     draft = TorchDraft(model)
     ids = np.random.default_rng(n).integers(2, 211, n).astype(np.int32)
-    importance = draft.score(ids, Settings(look_ahead=8, pool=1))
+    importance = draft.score(ids, Settings(scoring="lookahead", look_ahead=8, pool=1))
     expected = eager_importance(model, ids, steps=8)
     np.testing.assert_allclose(importance.scores, expected, rtol=1e-3, atol=1e-6)
 
@@ -304,8 +311,9 @@ def test_layers_with_a_window_shorter_than_the_prompt_do_not_vote() -> None:
     rng = np.random.default_rng()
     draft = TorchDraft(random_model("gemma3"))
     ids = rng.integers(2, 211, 300).astype(np.int32)
-    assert draft.score(ids, Settings()).layers == (1, 3)
-    assert draft.score(ids[:50], Settings(look_ahead=0)).layers == (0, 1, 2, 3)
+    assert draft.score(ids, Settings(scoring="lookahead")).layers == (1, 3)
+    few = Settings(scoring="lookahead", look_ahead=0)
+    assert draft.score(ids[:50], few).layers == (0, 1, 2, 3)
 
 
 def per_token_loss(module: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:

@@ -55,10 +55,17 @@ class ScriptedDraft(Draft):
     def __init__(self, tokenizer: Any, script: Any = None, hands: Hands | None = None) -> None:
         self.tokenizer, self.script, self.hands = tokenizer, script, hands
         self.calls: list[tuple[NDArray[np.int32], Settings]] = []
+        self.questions: list[NDArray[np.int64] | None] = []
         self.cost = 1.0
 
-    def score(self, ids: NDArray[np.int32], settings: Settings) -> Importance:
+    def score(
+        self,
+        ids: NDArray[np.int32],
+        settings: Settings,
+        question: NDArray[np.int64] | None = None,
+    ) -> Importance:
         self.calls.append((ids, settings))
+        self.questions.append(question)
         seconds = {}
         if self.hands:
             self.hands.now += 5.0
@@ -371,6 +378,18 @@ def test_an_interrupt_is_not_taken_for_a_failure(byte_level: Any, text: str, whe
     with pytest.raises(KeyboardInterrupt):
         answered(draft, target, text)
     assert len(target.plans) == (1 if where == "target" else 0)
+
+
+def test_the_draft_is_told_which_tokens_ask(byte_level: Any, text: str) -> None:
+    draft, target = ScriptedDraft(byte_level), ScriptedTarget(byte_level)
+    model = SpecPrefill(draft, target)
+    whole = model.generate(text, **KNOBS, max_tokens=2)
+    marked = model.generate(text, question="Where is the key?", **KNOBS, max_tokens=2)
+    for told, got in zip(draft.questions, (whole, marked), strict=True):
+        np.testing.assert_array_equal(told, got.prompt.question)
+    read = byte_level.decode(marked.prompt.draft.ids[marked.prompt.question])
+    assert read.strip() == "Where is the key?"
+    assert len(whole.prompt.question) > len(marked.prompt.question)
 
 
 # --- what is told

@@ -29,7 +29,7 @@ def prompt_of(n: int) -> Prompt:
     at = np.arange(n, dtype=np.int64)
     ids = np.random.default_rng().permutation(n).astype(np.int32)
     encoding = Encoding(ids, at, at + 1)
-    return Prompt("x" * n, encoding, encoding, (), Settings().in_force())
+    return Prompt("x" * n, encoding, encoding, (), Settings().in_force(), np.arange(n))
 
 
 def kept_of(mask: list[bool]) -> Kept:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -557,6 +557,104 @@ def test_messages_need_a_chat_template(byte_level: Any) -> None:
     with pytest.raises(InputError, match="no chat template"):
         prepare([{"role": "user", "content": "x"}], target_tokenizer=plain)
     assert isinstance(ask("context", "question?", plain), str)
+
+
+# --- the question
+
+
+def asked(prompt: Prompt) -> str:
+    """The text of the draft tokens that ask."""
+    spans = zip(
+        prompt.draft.starts[prompt.question], prompt.draft.ends[prompt.question], strict=True
+    )
+    places = {place for start, end in spans for place in range(start, end)}
+    return "".join(prompt.text[place] for place in sorted(places))
+
+
+def test_the_last_user_message_asks_and_the_templates_words_behind_it(tokenizer: Any) -> None:
+    messages = [
+        {"role": "user", "content": lengthy(60)},
+        {"role": "assistant", "content": "Read it."},
+        {"role": "user", "content": "Where is the key?"},
+    ]
+    prompt = prepare(messages, target_tokenizer=tokenizer)
+    assert asked(prompt).lstrip() == prompt.text[prompt.text.index("Where is the key?") :]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(
+    "question", ["Where is the key?", "Question: Where is the key?\nAnswer:", "Where is the key?\n"]
+)
+def test_a_last_line_asks_and_not_the_document_before_it(
+    byte_level: Any, question: str, chat: bool
+) -> None:
+    text = f"{lengthy(90)}\n{lengthy(90)}\n\n{question}"
+    source: Any = [{"role": "user", "content": text}] if chat else text
+    prompt = prepare(source, target_tokenizer=byte_level)
+    assert asked(prompt).lstrip("\n") == prompt.text[prompt.text.rindex(question) :]
+
+
+@pytest.mark.parametrize("text", ["{long} Where is the key?", "Where is the key?\n\n{long}"])
+def test_a_last_line_too_long_for_a_question_leaves_the_whole_message(
+    byte_level: Any, text: str
+) -> None:
+    content = text.format(long=lengthy(90))
+    prompt = prepare([{"role": "user", "content": content}], target_tokenizer=byte_level)
+    assert asked(prompt).startswith(content)
+
+
+def test_a_question_before_a_tools_answer_is_still_what_asks(byte_level: Any) -> None:
+    messages = [
+        {"role": "user", "content": "Where is the key?"},
+        {"role": "tool", "content": lengthy(80)},
+    ]
+    prompt = prepare(messages, target_tokenizer=byte_level)
+    assert asked(prompt) == "Where is the key?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_marked_question_asks_wherever_it_stands_and_is_kept(
+    byte_level: Any, before: bool
+) -> None:
+    question, text = "Who keeps the lighthouse?", lengthy(80)
+    content = f"{question}\n\n{text}" if before else f"{text}\n\n{question}"
+    prompt = prepare(
+        [{"role": "user", "content": content}], target_tokenizer=byte_level, question=question
+    )
+    assert asked(prompt).replace("\n\n", "") in (
+        question + "<|im_end|>\n<|im_start|>assistant\n",
+        # Where the first token of the question holds the space before it.
+        " " + question + "<|im_end|>\n<|im_start|>assistant\n",
+    )
+    assert question in words_of(prompt, "marked")
+
+
+def test_in_a_plain_text_of_one_line_all_tokens_that_stand_for_text_may_ask(tokenizer: Any) -> None:
+    prompt = prepare(lengthy(50), target_tokenizer=tokenizer)
+    spoken = np.flatnonzero(prompt.draft.ends > prompt.draft.starts)
+    np.testing.assert_array_equal(prompt.question, spoken)
+
+
+@pytest.mark.parametrize("question", ["", "not in the prompt"])
+def test_a_question_that_the_prompt_does_not_hold_is_refused(
+    byte_level: Any, question: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        prepare(lengthy(20), target_tokenizer=byte_level, question=question)
+    assert caught.value.field == "question"
+
+
+@given(text=texts(2, 12), data=st.data())
+def test_what_asks_is_ascending_and_ends_with_the_last_token(
+    byte_level: Any, text: str, data: st.DataObject
+) -> None:
+    assume(len(text.strip()) > 3)
+    start = data.draw(st.integers(0, len(text) - 1))
+    piece = text[start : data.draw(st.integers(start + 1, len(text)))]
+    prompt = prepare(text + " end.", target_tokenizer=byte_level, question=piece)
+    assert (np.diff(prompt.question) > 0).all()
+    assert prompt.question[-1] == len(prompt.draft) - 1
+    assert piece in asked(prompt)
 
 
 def test_protected_spans_are_sorted_and_lie_within_the_text(byte_level: Any) -> None:

@@ -44,7 +44,8 @@ def prompt_of(
     **knobs: Any,
 ) -> Prompt:
     settings = Settings.of(**{"min_keep_tokens": 0, **knobs}).in_force()
-    return Prompt(text, draft, draft if target is None else target, protected, settings)
+    asking = np.arange(len(draft))
+    return Prompt(text, draft, draft if target is None else target, protected, settings, asking)
 
 
 class Stock:

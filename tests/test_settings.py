@@ -30,6 +30,12 @@ RANGES: list[tuple[type[Settings] | type[Sampling], str, list[Any], list[Any]]] 
     (Settings, "scoring", ["lookahead", "window"], ["both"]),
     (Settings, "look_ahead", [0, 64], [-1, 65]),
     (Settings, "window", [1, MAX_QUERIES], [0, MAX_QUERIES + 1]),
+    (Settings, "votes", ["mean", "max", None], ["median", 1]),
+    (Settings, "draft_layers", [1, 8, None], [0, -1, 1.5]),
+    (Settings, "draft_window", [0, 33, 10**6], [-1, 32, 13]),
+    (Settings, "draft_overlap", [0, 1023], [-1, 0.5]),
+    (Settings, "draft_head", [0, 64], [-1]),
+    (Settings, "draft_tail", [1, 512], [0, -1]),
     (Settings, "pool", [1, 13, 255], [0, 2, 12, 256, 257, -1]),
     (Settings, "min_gain", [0, 1.0, 7.5], [-0.1, math.nan, math.inf]),
     (Settings, "enabled", [True, False], ["perhaps", None]),
@@ -129,10 +135,18 @@ def test_defaults_are_those_of_the_paper_and_the_specification() -> None:
     filled = Settings().in_force()
     assert (filled.keep_rate, filled.keep_tokens, filled.coverage) == (0.3, None, None)
     assert (filled.look_ahead, filled.pool, filled.chunk_tokens) == (8, 13, 32)
-    assert (filled.snap, filled.positions, filled.scoring) == ("sentence", "auto", "lookahead")
+    assert (filled.snap, filled.positions) == ("sentence", "auto")
     assert (filled.enabled, filled.strict) == (True, False)
     code = Settings(content="code").in_force()
     assert (code.chunk_tokens, code.snap) == (128, "line")
+
+
+def test_the_draft_is_the_fast_one_by_default_and_the_papers_on_request() -> None:
+    fast = Settings().in_force()
+    assert (fast.scoring, fast.votes, fast.draft_window) == ("window", "max", 1024)
+    paper = Settings(scoring="lookahead").in_force()
+    assert (paper.scoring, paper.votes, paper.look_ahead) == ("lookahead", "mean", 8)
+    assert Settings(scoring="lookahead", votes="max").in_force().votes == "max"
 
 
 @pytest.mark.parametrize("amount", [{"keep_rate": 0.05}, {"keep_tokens": 9}, {"coverage": 0.5}])

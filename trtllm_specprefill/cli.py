@@ -140,7 +140,12 @@ def run(
         if not as_json and compare:
             _screen.print(f"[bold]{title}[/bold]")
         for last in model.stream(
-            asked, settings=settings, sampling=sampling, tools=definitions, protect=protect or ()
+            asked,
+            settings=settings,
+            sampling=sampling,
+            tools=definitions,
+            protect=protect or (),
+            question=None if source.question is None else source.question.strip(),
         ):
             if not as_json:
                 print(last.text, end="", flush=True)
@@ -206,8 +211,9 @@ def score(
         settings=settings,
         tools=definitions,
         protect=protect or (),
+        question=None if source.question is None else source.question.strip(),
     )
-    importance = scorer.score(prepared.draft.ids, prepared.settings)
+    importance = scorer.score(prepared.draft.ids, prepared.settings, prepared.question)
     kept = select(prepared, importance)
     spans = [
         {

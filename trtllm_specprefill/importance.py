@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from trtllm_specprefill.errors import DegenerateScores, InputError
 from trtllm_specprefill.importance_op import check_pool_width, importance_layer
+from trtllm_specprefill.settings import Votes
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def reference_importance(
     scale: float,
     pool: int = 13,
     causal: bool = False,
+    votes: Votes = "mean",
 ) -> NDArray[np.float64]:
     """Importance in float64, straight from the paper; the judge for every executor.
 
@@ -77,6 +79,7 @@ def reference_importance(
     scale: multiplies the logits (1 / sqrt(D) in most models).
     causal: the W queries are the prompt's own last W tokens; query j sees keys up to
         N - W + j. Otherwise every query sees all N keys.
+    votes: how the queries are combined; the paper takes their mean.
     Returns float64 `[N]`. Materialises heads x W x N of one layer: for small inputs.
     """
     check_pool_width(pool)
@@ -99,7 +102,18 @@ def reference_importance(
         best = layer_best if best is None else np.maximum(best, layer_best)
     if best is None:
         raise InputError("queries", "no layer", "at least one layer")
-    return np.asarray(best.mean(axis=0))
+    return np.asarray(best.mean(axis=0) if votes == "mean" else best.max(axis=0))
+
+
+def combine(rows: torch.Tensor, votes: Votes) -> NDArray[np.float32]:
+    """Scores of W query rows, `[..., W, N]`, as one score a token: float32 `[..., N]`.
+
+    A maximum is for queries of which only some ask: the words of a question each look for
+    their own answer, and a mean over them and the template's tokens drowns it.
+    """
+    combined = rows.mean(dim=-2) if votes == "mean" else rows.amax(dim=-2)
+    result: NDArray[np.float32] = combined.cpu().numpy()
+    return result
 
 
 class RunningImportance:
@@ -140,8 +154,7 @@ class RunningImportance:
         """How many query rows voted."""
         return sum(best.shape[1] for best in self._best.values())
 
-    def scores(self) -> NDArray[np.float32]:
-        """Mean over the query rows that voted: float32 `[N]`."""
+    def scores(self, votes: Votes = "mean") -> NDArray[np.float32]:
+        """The query rows that voted, combined: float32 `[N]`."""
         rows = [self._best[row][0, :, : self._tokens] for row in sorted(self._best)]
-        result: NDArray[np.float32] = torch.cat(rows).mean(dim=0).cpu().numpy()
-        return result
+        return combine(torch.cat(rows), votes)

@@ -28,11 +28,17 @@ def shortest_window(config: Any) -> int | None:
     return min((w for w in layer_windows(config) if w is not None), default=None)
 
 
-def _weights_per_layer(config: Any) -> float:
-    hidden = int(config.hidden_size)
+def _heads(config: Any) -> tuple[int, int, int]:
+    """Query heads, key heads, and the size of one."""
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    dim = int(getattr(config, "head_dim", None) or hidden // heads)
+    dim = int(getattr(config, "head_dim", None) or int(config.hidden_size) // heads)
+    return heads, kv_heads, dim
+
+
+def _weights_per_layer(config: Any) -> float:
+    hidden = int(config.hidden_size)
+    heads, kv_heads, dim = _heads(config)
     attention = hidden * dim * (2 * heads + 2 * kv_heads)
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     width = int(
@@ -54,10 +60,24 @@ def _visible(queries: int, past: int, window: int | None) -> float:
 
 def prefill_operations(config: Any, tokens: int, past: int = 0) -> float:
     """Operations of running `tokens` tokens behind `past` cached ones, and one row of logits."""
-    heads = int(config.num_attention_heads)
-    dim = int(getattr(config, "head_dim", None) or int(config.hidden_size) // heads)
+    heads, _, dim = _heads(config)
     dense = 2.0 * tokens * _weights_per_layer(config) * int(config.num_hidden_layers)
     attention = sum(
         4.0 * heads * dim * _visible(tokens, past, window) for window in layer_windows(config)
     )
     return dense + attention + 2.0 * int(config.hidden_size) * int(config.vocab_size)
+
+
+def reading_operations(config: Any, tokens: int, layers: int) -> float:
+    """Operations of running `tokens` tokens through the first `layers` layers up to their keys.
+
+    Of the last of these layers only the projections to queries, keys and values are run.
+    """
+    heads, kv_heads, dim = _heads(config)
+    projections = int(config.hidden_size) * dim * (heads + 2 * kv_heads)
+    weights = _weights_per_layer(config) * (layers - 1) + projections
+    attention = sum(
+        4.0 * heads * dim * _visible(tokens, 0, window)
+        for window in layer_windows(config)[: layers - 1]
+    )
+    return 2.0 * tokens * weights + attention

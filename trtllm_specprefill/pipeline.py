@@ -178,16 +178,24 @@ class SpecPrefill:
         sampling: Sampling | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
         protect: Iterable[str] = (),
+        question: str | None = None,
         **knobs: Any,
     ) -> Generation:
         """Answer `source`, a text or chat messages, and say what was done.
 
+        protect, question: see `prepare`.
         knobs: any field of `Settings` or `Sampling` by name, `keep` for `keep_rate`.
         Raises `InputError` for bad input, `ContextTooLong` for a prompt that does not fit even
         pruned, `TargetFailed` when the target fails, and under strict whatever went wrong.
         """
         steps = self.stream(
-            source, settings=settings, sampling=sampling, tools=tools, protect=protect, **knobs
+            source,
+            settings=settings,
+            sampling=sampling,
+            tools=tools,
+            protect=protect,
+            question=question,
+            **knobs,
         )
         *_, last = steps
         assert last.generation is not None
@@ -201,6 +209,7 @@ class SpecPrefill:
         sampling: Sampling | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
         protect: Iterable[str] = (),
+        question: str | None = None,
         **knobs: Any,
     ) -> Iterator[Streamed]:
         """Like `generate`, step by step; the last step carries the `Generation`.
@@ -209,7 +218,7 @@ class SpecPrefill:
         """
         clock = Clock()
         settings, sampling = with_knobs(settings, sampling, knobs)
-        prompt, plan = self._plan(source, settings, sampling, tools, protect, clock)
+        prompt, plan = self._plan(source, settings, sampling, tools, protect, question, clock)
         plan, first, rest = self._start(prompt, plan, sampling, clock)
         ttft = clock.elapsed()
 
@@ -247,6 +256,7 @@ class SpecPrefill:
         sampling: Sampling | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
         protect: Iterable[str] = (),
+        question: str | None = None,
         waited: float | None = None,
         **knobs: Any,
     ) -> Planned:
@@ -256,7 +266,7 @@ class SpecPrefill:
         """
         clock = Clock(waited)
         settings, sampling = with_knobs(settings, sampling, knobs)
-        prompt, plan = self._plan(source, settings, sampling, tools, protect, clock)
+        prompt, plan = self._plan(source, settings, sampling, tools, protect, question, clock)
         return Planned(prompt, plan, sampling, clock.stages)
 
     def predicted_gain(self, prompt: Prompt) -> float:
@@ -274,6 +284,7 @@ class SpecPrefill:
         sampling: Sampling,
         tools: Sequence[dict[str, Any]] | None,
         protect: Iterable[str],
+        question: str | None,
         clock: Clock,
     ) -> tuple[Prompt, PrunePlan]:
         pieces = protect if isinstance(protect, str) else list(protect)
@@ -286,6 +297,7 @@ class SpecPrefill:
                 settings=settings,
                 tools=tools,
                 protect=pieces,
+                question=question,
             )
 
         own = self.draft.tokenizer if self.draft and self.tokenizer_difference else None
@@ -357,7 +369,7 @@ class SpecPrefill:
     def _score(self, prompt: Prompt) -> Importance:
         assert self.draft is not None
         try:
-            importance = self.draft.score(prompt.draft.ids, prompt.settings)
+            importance = self.draft.score(prompt.draft.ids, prompt.settings, prompt.question)
         except SpecPrefillError:
             raise
         except Exception as error:  # foreign code: whatever it raises, the request is answered

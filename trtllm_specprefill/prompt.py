@@ -28,6 +28,8 @@ PROTECTION_RULES: tuple[Rule, ...] = ("control", "system", "role", "marked", "la
 
 LONG_PROMPT, LONG_TAIL, SHORT_TAIL, TAIL_SHARE = 16_000, 512, 64, 32
 WORD_REACH = 32  # tokens the tail may grow by to begin with a whole word
+CLOSING_REACH = 32  # tokens behind a question that are taken as part of it
+SHORT_QUESTION, LONG_QUESTION = 12, 64  # characters, and tokens, of last lines that may ask
 LAST_USER_SHARE = 4  # the last user message is kept whole where it fits in budget / 4
 
 
@@ -71,6 +73,9 @@ class Prompt:
     text: what the target reads, special tokens spelt out. draft, target: its two encodings;
     the same object when both models share a tokenizer. protected: spans kept whatever their
     importance, sorted, possibly overlapping. settings: the request's settings in force.
+    question: int64, ascending, the draft tokens that ask: a marked question, or the last line of
+    the last user message or of the text (all of it where that line is long), and what closes
+    the prompt.
     """
 
     text: str
@@ -78,6 +83,7 @@ class Prompt:
     target: Encoding
     protected: tuple[Span, ...]
     settings: Settings
+    question: NDArray[np.int64]
 
     @property
     def shared_tokenizer(self) -> bool:
@@ -112,6 +118,7 @@ def prepare(
     settings: Settings | None = None,
     tools: Sequence[dict[str, Any]] | None = None,
     protect: Iterable[str] = (),
+    question: str | None = None,
 ) -> Prompt:
     """Render, tokenise and protect.
 
@@ -121,6 +128,7 @@ def prepare(
     draft_tokenizer: None when the draft shares the target's (see `tokenizer_difference`).
     tools: tool definitions in OpenAI's form; need a chat template that renders them.
     protect: texts to keep wherever they occur in the prompt.
+    question: the words of the prompt that ask, wherever they stand; kept as well.
     Raises `InputError` for anything malformed, naming the message and the field, and
     `TokenizerMismatch` when an encoding cannot be aligned with the text.
     """
@@ -143,10 +151,13 @@ def prepare(
         settings = settings.model_copy(update={"tail_tokens": default_tail(len(target))})
     if isinstance(protect, str):
         raise InputError("protect", protect, "a list of texts")
-    marked = [span for piece in protect for span in _occurrences(text, piece)]
+    marked = [span for piece in protect for span in _occurrences("protect", text, piece)]
+    if question is not None:
+        marked.append(_occurrences("question", text, question)[-1])
+    asking = _asking(text, draft, contents or [], None if question is None else marked[-1])
     spans = marked + _protections(text, target, contents or [], contents is None, settings)
     ordered = sorted(spans, key=lambda s: (s.start, PROTECTION_RULES.index(s.rule), s.end))
-    return Prompt(text, draft, target, tuple(ordered), settings)
+    return Prompt(text, draft, target, tuple(ordered), settings, asking)
 
 
 def ask(context: str, question: str, tokenizer: Any) -> str | list[dict[str, Any]]:
@@ -252,16 +263,52 @@ def tokenizer_difference(draft: Any, target: Any) -> str | None:
     return None
 
 
-def _occurrences(text: str, piece: str) -> list[Span]:
+def _asking(
+    text: str, draft: Encoding, contents: list[_Content], question: Span | None
+) -> NDArray[np.int64]:
+    """The draft tokens that ask, and those that close the prompt."""
+    users = [content for content in contents if content.role == "user"]
+    if question is not None:
+        start, end = question.start, question.end
+    else:
+        start, end = (users[-1].start, users[-1].end) if users else (0, len(text))
+        start = _last_lines(text, draft, start, end)
+    asked = draft.overlapping(start, end)
+    closing = draft.overlapping(contents[-1].end if contents else len(text), len(text)).start
+    # What follows at once belongs to the question: "Answer:", or the end of the message.
+    if len(draft) - asked.stop <= CLOSING_REACH:
+        closing = asked.stop
+    closing = min(max(closing, asked.stop), len(draft) - 1)
+    return np.union1d(np.arange(asked.start, asked.stop), np.arange(closing, len(draft)))
+
+
+def _last_lines(text: str, draft: Encoding, start: int, end: int) -> int:
+    """Where the last line that can be a question begins, or `start` where there is none.
+
+    A document and a question about it are parted by a line break more often than not; a line
+    of a word or two ("Answer:") belongs to the line before it.
+    """
+    line = text.rfind("\n", start, start + len(text[start:end].rstrip()))
+    while line >= 0:
+        tokens = draft.overlapping(line + 1, end)
+        if tokens.stop - tokens.start > LONG_QUESTION:
+            return start
+        if len(text[line + 1 : end].strip()) >= SHORT_QUESTION:
+            return start + len(text[start:line].rstrip())  # with the white space that parts them
+        line = text.rfind("\n", start, line)
+    return start
+
+
+def _occurrences(field: str, text: str, piece: str) -> list[Span]:
     if not piece:
-        raise InputError("protect", piece, "texts that are not empty")
+        raise InputError(field, piece, "texts that are not empty")
     found = []
     start = text.find(piece)
     while start >= 0:
         found.append(Span(start, start + len(piece), "marked"))
         start = text.find(piece, start + len(piece))
     if not found:
-        raise InputError("protect", piece, "texts that occur in the prompt")
+        raise InputError(field, piece, "texts that occur in the prompt")
     return found
 
 

@@ -16,11 +16,13 @@ from typing_extensions import Self
 from trtllm_specprefill.errors import InputError
 
 PositionPolicy = Literal["auto", "original", "contiguous"]
+Votes = Literal["mean", "max"]
 
 CHUNK_TOKENS = {"text": 32, "code": 128}
 # Half a sentence is of little use to a reader: of 12 needles at 10 %, 12 are answered with
 # sentences kept whole and 8 with words (SmolLM2 for Gemma 3, 1,000 tokens).
 SNAP = {"text": "sentence", "code": "line"}
+VOTES: dict[str, Votes] = {"lookahead": "mean", "window": "max"}
 AMOUNTS = ("keep_rate", "keep_tokens", "coverage")  # how much to keep: at most one of them
 DEFAULT_KEEP_RATE = 0.3
 DEFAULT_FLOOR = 256
@@ -131,14 +133,44 @@ class Settings(_Knobs):
         "a text; with positions=original it must be empty",
     )
     scoring: Literal["lookahead", "window"] = _knob(
-        "lookahead",
-        "which queries vote: the last prompt token's and those of the look-ahead tokens,"
-        " or those of the last prompt tokens",
+        "window",
+        "which queries vote: the last prompt token's and those of the look-ahead tokens, after"
+        " reading the whole prompt with all layers; or those of the last prompt tokens, reading"
+        " as the draft_ settings say",
         "lookahead or window",
     )
     look_ahead: int = _knob(8, "tokens the draft decodes before it scores", "0 to 64", ge=0, le=64)
     window: int = _knob(
         32, "last prompt tokens that vote when scoring is window", "1 to 64", ge=1, le=64
+    )
+    votes: Votes | None = _knob(
+        None,
+        "how the queries are combined; mean with lookahead, max with window",
+        "mean or max",
+    )
+    draft_layers: int | None = _knob(
+        None,
+        "first layers of the draft, the only ones that are run; a quarter of them when absent",
+        "a whole number >= 1",
+        ge=1,
+    )
+    draft_window: int = _knob(
+        1024,
+        "most prompt tokens the draft reads at once, beside head and tail; 0 for the whole prompt",
+        "0, or more than draft_overlap and pool",
+        ge=0,
+    )
+    draft_overlap: int = _knob(
+        32, "tokens that neighbouring windows share", "a whole number >= 0", ge=0
+    )
+    draft_head: int = _knob(
+        4, "first tokens of the prompt, which begin every window", "a whole number >= 0", ge=0
+    )
+    draft_tail: int = _knob(
+        64,
+        "most tokens that end every window: the last of the question",
+        "a whole number >= 1",
+        ge=1,
     )
     pool: int = _knob(
         13, "width of the average pooling of scores, in tokens", "odd, 1 to 255", ge=1, le=255
@@ -161,6 +193,8 @@ class Settings(_Knobs):
             )
         if self.pool % 2 == 0:
             raise InputError("pool", self.pool, self.allowed("pool"))
+        if 0 < self.draft_window <= max(self.draft_overlap, self.pool):
+            raise InputError("draft_window", self.draft_window, self.allowed("draft_window"))
         ceiling, floor = self.max_keep_tokens, self.min_keep_tokens
         if ceiling is not None and floor is not None and ceiling < floor:
             raise InputError(
@@ -181,6 +215,7 @@ class Settings(_Knobs):
             "chunk_tokens": self.chunk_tokens or CHUNK_TOKENS[self.content],
             "snap": self.snap or SNAP[self.content],
             "min_keep_tokens": self._floor(),
+            "votes": self.votes or VOTES[self.scoring],
         }
         if self.keep_rate is None and self.keep_tokens is None and self.coverage is None:
             filled["keep_rate"] = DEFAULT_KEEP_RATE

@@ -20,12 +20,18 @@ class Draft(ABC):
     context_length: int
 
     @abstractmethod
-    def score(self, ids: NDArray[np.int32], settings: Settings) -> Importance:
+    def score(
+        self,
+        ids: NDArray[np.int32],
+        settings: Settings,
+        question: NDArray[np.int64] | None = None,
+    ) -> Importance:
         """Importance of the prompt `ids`, int32 `[N]`, as `settings` ask for it.
 
+        question: indices of the tokens that ask, ascending; the prompt's last tokens when None.
         One prompt at a time: a long prompt fills the device by itself, and a batch would
-        only tie prompts of different lengths together. Raises `ContextTooLong` when the prompt
-        and its look-ahead do not fit the draft, `DraftFailed` when it gives no usable scores.
+        only tie prompts of different lengths together. Raises `ContextTooLong` when what is read
+        at once does not fit the draft, `DraftFailed` when it gives no usable scores.
         """
 
     @abstractmethod

@@ -39,7 +39,14 @@ class Capture(Protocol):
         scale: float,
         mask: torch.Tensor | None,
     ) -> None:
-        """One call: queries `[Hq, L, D]`, keys `[Hkv, S, D]`, mask `[1 or Hq, L, S]` or None."""
+        """One call: queries `[B, Hq, L, D]`, keys `[B, Hkv, S, D]`, mask `[B or 1, ...]` or None.
+
+        The mask is `[B or 1, 1 or Hq, L, S]`. Raising `Enough` ends the model's forward pass.
+        """
+
+
+class Enough(Exception):
+    """A capture has seen all it wants: no more of the model is to be run."""
 
 
 _active: ContextVar[Capture | None] = ContextVar("specprefill_capture", default=None)
@@ -71,10 +78,10 @@ def _attention(
         scale = kwargs.get("scaling")
         capture.see(
             int(getattr(module, "layer_idx", 0) or 0),
-            query[0],
-            key[0],
+            query,
+            key,
             query.shape[-1] ** -0.5 if scale is None else float(scale),
-            None if attention_mask is None else attention_mask[0],
+            attention_mask,
         )
     output: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, **kwargs
@@ -113,10 +120,10 @@ class _LastRows:
     ) -> None:
         # Rounded as eager attention rounds: the question is whether q, k, scale and mask are
         # the model's, not how well a product is computed.
-        keys = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
-        logits = (torch.einsum("hd,hsd->hs", q[:, -1], keys) * scale).float()
+        keys = k[0].repeat_interleave(q.shape[1] // k.shape[1], dim=0)
+        logits = (torch.einsum("hd,hsd->hs", q[0, :, -1], keys) * scale).float()
         if mask is not None:
-            logits = logits.masked_fill(~mask_to_bool(mask)[:, -1], float("-inf"))
+            logits = logits.masked_fill(~mask_to_bool(mask)[0, :, -1], float("-inf"))
         self.weights[layer] = logits.softmax(dim=-1)
 
 

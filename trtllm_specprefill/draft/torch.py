@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -10,97 +11,181 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from trtllm_specprefill.draft.base import Draft
-from trtllm_specprefill.draft.capture import capturing, mask_to_bool, verify_capture
+from trtllm_specprefill.draft.capture import Enough, capturing, mask_to_bool, verify_capture
+from trtllm_specprefill.draft.windows import Windows, cut, shared, whole
 from trtllm_specprefill.errors import ContextTooLong, DraftFailed
 from trtllm_specprefill.forward import last_logits, new_cache, watch_layers
-from trtllm_specprefill.importance import Importance, RunningImportance
-from trtllm_specprefill.importance_op import use_kernels
+from trtllm_specprefill.importance import Importance, RunningImportance, combine
+from trtllm_specprefill.importance_op import importance_layer, use_kernels
 from trtllm_specprefill.models import Model
-from trtllm_specprefill.operations import layer_windows, prefill_operations
+from trtllm_specprefill.operations import layer_windows, prefill_operations, reading_operations
 from trtllm_specprefill.settings import Settings
+
+# Tokens that one forward pass reads. On a CPU one window fills the cores, and the rest of a batch
+# only its caches; on a GPU a batch is one launch of each kernel.
+_CPU_BATCH, _GPU_BATCH = 1, 1 << 15
+DEFAULT_DEPTH = 4  # one layer in so many is run unless the settings say how many
 
 
 class TorchDraft(Draft):
     """Scores a prompt with any causal language model that transformers can load.
 
-    Memory beside the model and its KV cache: `[queries, N]` float32 scores and one block of one
-    layer's logits. On CUDA the kernels of `plugins.importance` score, where they are installed.
+    Look-ahead reads the whole prompt through every layer; its memory beside the model is the KV
+    cache, `[queries, N]` float32 scores and one block of one layer's logits. The other way
+    reads windows through the first layers and keeps nothing of a window but its scores, `[N]`
+    in all. On CUDA the kernels of `plugins.importance` score, where they are installed.
     Raises `UnsupportedModel`, naming the family, when the model's attention cannot be captured
     faithfully.
     """
 
     def __init__(self, model: Model) -> None:
         self.name, self.tokenizer = model.name, model.tokenizer
-        self.context_length = model.context_length
+        self.context_length, self.config = model.context_length, model.config
         self._model = model
         verify_capture(model)
         watch_layers(model)
         if model.device.type == "cuda":
             use_kernels()
 
-    def score(self, ids: NDArray[np.int32], settings: Settings) -> Importance:
+    def score(
+        self,
+        ids: NDArray[np.int32],
+        settings: Settings,
+        question: NDArray[np.int64] | None = None,
+    ) -> Importance:
         """See `Draft.score`. Look-ahead is greedy and stops at the model's own EOS ids."""
+        settings = settings.in_force()
+        if settings.scoring == "lookahead":
+            return self._look_ahead(ids, settings)
+        return self._read_windows(ids, settings, question)
+
+    def operations(self, tokens: int, settings: Settings) -> float:
+        """See `Draft.operations`."""
+        config = self._model.config
+        if settings.scoring == "lookahead":
+            past = range(tokens, tokens + settings.look_ahead)
+            steps = sum(prefill_operations(config, 1, past=p) for p in past)
+            return prefill_operations(config, tokens) + steps
+        count, size = self._windows(tokens, settings, None).tokens.shape
+        return count * reading_operations(config, size, self._depth(settings))
+
+    def _look_ahead(self, ids: NDArray[np.int32], settings: Settings) -> Importance:
         n = int(ids.size)
-        look_ahead = settings.look_ahead if settings.scoring == "lookahead" else 0
-        if n + look_ahead > self.context_length:
+        if n + settings.look_ahead > self.context_length:
             raise ContextTooLong(
                 "prompt",
-                f"{n} draft tokens and {look_ahead} look-ahead tokens",
+                f"{n} draft tokens and {settings.look_ahead} look-ahead tokens",
                 f"at most {self.context_length}, the context of draft {self.name}",
             )
         if all(w is not None and w < n for w in layer_windows(self._model.config)):
-            raise DraftFailed(
-                f"no layer of draft {self.name} attends to all {n} tokens of the prompt"
-            )
-        window = 1 if settings.scoring == "lookahead" else min(settings.window, n)
-        votes = _Votes(n, window, settings.pool)
+            raise self._blind(n)
+        assert settings.votes is not None
+        votes = _LookAhead(n, settings.pool)
         seconds: dict[str, float] = {}
         cache = new_cache(self._model)
         started = time.perf_counter()
         with torch.inference_mode(), capturing(votes):
             token = self._next(torch.from_numpy(ids.astype(np.int64)), 0, cache)
             seconds["draft_prefill"] = time.perf_counter() - started
-            for step in range(look_ahead):
+            for step in range(settings.look_ahead):
                 if token in self._model.eos_token_ids:
                     break
-                votes.next_row, votes.fed = window + step, n + step + 1
+                votes.row, votes.fed = 1 + step, n + step + 1
                 token = self._next(torch.tensor([token]), n + step, cache)
         seconds["look_ahead"] = time.perf_counter() - started - seconds["draft_prefill"]
         if not votes.layers:
-            raise DraftFailed(
-                f"no layer of draft {self.name} attends to all {n} tokens of the prompt"
-            )
+            raise self._blind(n)
         return Importance(
-            votes.running.scores(),
+            votes.running.scores(settings.votes),
             votes.running.queries,
             votes.heads,
             tuple(sorted(votes.layers)),
             seconds,
         )
 
-    def operations(self, tokens: int, settings: Settings) -> float:
-        """See `Draft.operations`."""
-        look_ahead = settings.look_ahead if settings.scoring == "lookahead" else 0
-        config = self._model.config
-        steps = (prefill_operations(config, 1, past=tokens + i) for i in range(look_ahead))
-        return prefill_operations(config, tokens) + sum(steps)
-
     def _next(self, ids: torch.Tensor, position: int, cache: DynamicCache) -> int:
         """Feed `ids` from `position` on; the greedy next token."""
         positions = torch.arange(position, position + ids.numel())
         return int(last_logits(self._model, ids, positions, cache).argmax())
 
+    def _read_windows(
+        self, ids: NDArray[np.int32], settings: Settings, question: NDArray[np.int64] | None
+    ) -> Importance:
+        assert settings.votes is not None
+        started = time.perf_counter()
+        windows = self._windows(int(ids.size), settings, question)
+        size = windows.tokens.shape[1]
+        limit = _CPU_BATCH if self._model.device.type == "cpu" else _GPU_BATCH
+        tokens = torch.from_numpy(ids.astype(np.int64)[windows.tokens])
+        votes = _FirstLayers(min(settings.window, windows.tail), self._depth(settings), settings)
+        scores = []
+        for batch in torch.split(tokens, max(limit // size, 1)):
+            with torch.inference_mode(), capturing(votes), suppress(Enough):
+                self._model.module(
+                    input_ids=batch.to(self._model.device), use_cache=False, logits_to_keep=1
+                )
+            if votes.best is None:
+                raise self._blind(size)
+            scores.append(combine(votes.best, settings.votes))
+            votes.best = None
+        return Importance(
+            windows.gather(np.concatenate(scores), int(ids.size)),
+            votes.width,
+            votes.heads,
+            tuple(sorted(votes.layers)),
+            {"draft_prefill": time.perf_counter() - started},
+        )
 
-class _Votes:
-    """Turns the attention calls of one prompt into running importance."""
+    def _windows(
+        self, tokens: int, settings: Settings, question: NDArray[np.int64] | None
+    ) -> Windows:
+        """How this draft reads a prompt of `tokens` tokens."""
+        if not settings.draft_window:
+            if tokens > self.context_length:
+                raise ContextTooLong(
+                    "prompt",
+                    f"{tokens} draft tokens at once (draft_window=0)",
+                    f"at most {self.context_length}, the context of draft {self.name}",
+                )
+            return whole(tokens)
+        tail = np.arange(tokens) if question is None else question
+        tail = tail[-settings.draft_tail :]
+        room = self.context_length - settings.draft_head - tail.size
+        overlap = shared(settings.draft_overlap, settings.pool)
+        if room <= overlap:
+            raise ContextTooLong(
+                "draft_head, draft_overlap and draft_tail",
+                f"{settings.draft_head}, {overlap} and {tail.size}",
+                f"less than {self.context_length} together, the context of draft {self.name}",
+            )
+        return cut(
+            tokens,
+            tail,
+            head=settings.draft_head,
+            window=min(settings.draft_window, room),
+            overlap=overlap,
+            reach=settings.pool // 2,
+        )
 
-    def __init__(self, n: int, window: int, pool: int) -> None:
+    def _depth(self, settings: Settings) -> int:
+        """How many of the first layers are run."""
+        layers = int(self._model.config.num_hidden_layers)
+        return min(settings.draft_layers or -(-layers // DEFAULT_DEPTH), layers)
+
+    def _blind(self, tokens: int) -> DraftFailed:
+        return DraftFailed(f"no layer of draft {self.name} attends to all of {tokens} tokens")
+
+
+class _LookAhead:
+    """Lets the last query of every call vote, and all layers that see the whole prompt."""
+
+    def __init__(self, n: int, pool: int) -> None:
         self.running = RunningImportance(n, pool=pool)
         self.layers: set[int] = set()
         self.heads = 0
-        self.next_row = 0
+        self.row = 0
         self.fed = n  # tokens the draft has read, this call's included
-        self._n, self._window = n, window
+        self._n = n
 
     def see(
         self,
@@ -110,23 +195,52 @@ class _Votes:
         scale: float,
         mask: torch.Tensor | None,
     ) -> None:
-        """Let the last queries of this call vote, if they see the whole prompt."""
-        width = min(self._window, q.shape[1])
-        if k.shape[1] < self.fed:
+        """See `Capture.see`."""
+        if k.shape[2] < self.fed:
             return  # a sliding cache that has let go of the prompt's start
-        causal = width > 1
-        if mask is not None:
-            seen = mask_to_bool(mask)[:, -width:, : self._n]
-            if seen.shape[0] != 1 and not bool((seen == seen[:1]).all()):
-                raise DraftFailed(f"layer {layer} masks each head differently")
-            if not bool(seen[0, -1].all()):
-                return  # a sliding window hides part of the prompt
-            causal = not bool(seen[0].all())
-            if causal and not torch.equal(seen[0], torch.ones_like(seen[0]).tril(self._n - width)):
-                raise DraftFailed(f"layer {layer} hides keys that a causal mask would show")
+        if mask is not None and not bool(mask_to_bool(mask)[..., -1, : self._n].all()):
+            return  # a sliding window hides part of the prompt
         # All layers of a call read the same number of keys; those of look-ahead tokens, at the
         # end, take no part.
-        keys = k[:, : self.fed]
-        self.running.add(self.next_row, q[:, -width:], keys, scale, causal)
+        self.running.add(self.row, q[0, :, -1:], k[0, :, : self.fed], scale)
         self.layers.add(layer)
-        self.heads = max(self.heads, q.shape[0])
+        self.heads = max(self.heads, q.shape[1])
+
+
+class _FirstLayers:
+    """Lets the last `width` queries vote in the first `depth` layers, and runs no other layer."""
+
+    def __init__(self, width: int, depth: int, settings: Settings) -> None:
+        self.width, self._depth, self._pool = width, depth, settings.pool
+        self.best: torch.Tensor | None = None  # [B, width, S] of the batch that is being read
+        self.layers: set[int] = set()
+        self.heads = 0
+
+    def see(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        scale: float,
+        mask: torch.Tensor | None,
+    ) -> None:
+        """See `Capture.see`."""
+        if mask is None or self._sees_all(layer, mask):
+            queries = q[:, :, -self.width :]
+            self.best = importance_layer(
+                queries, k, self.best, scale=scale, pool=self._pool, causal=True
+            )
+            self.layers.add(layer)
+            self.heads = max(self.heads, q.shape[1])
+        if layer + 1 == self._depth:
+            raise Enough
+
+    def _sees_all(self, layer: int, mask: torch.Tensor) -> bool:
+        """Whether the last query sees its whole window; then the mask must be a causal one."""
+        seen = mask_to_bool(mask)[..., -self.width :, :]
+        if not bool(seen[..., -1, :].all()):
+            return False  # a sliding window hides part of it
+        causal = torch.ones_like(seen[0, 0]).tril(seen.shape[-1] - self.width)
+        if not bool((seen == causal).all()):
+            raise DraftFailed(f"layer {layer} masks its keys in a way that is not causal")
+        return True

@@ -69,9 +69,17 @@ class Case:
 
 
 def cases(
-    prose: str, tokenizer: Any, lengths: Sequence[int], needles: Sequence[int], seed: int
+    prose: str,
+    tokenizer: Any,
+    lengths: Sequence[int],
+    needles: Sequence[int],
+    seed: int,
+    templates: Sequence[tuple[str, str, str]] = TEMPLATES,
 ) -> Iterator[Case]:
-    """For each of `lengths` (tokens of the context) so many `needles`, depths spread evenly."""
+    """For each of `lengths` (tokens of the context) so many `needles`, depths spread evenly.
+
+    templates: fact, question and lead, of which each case takes one.
+    """
     paragraphs = prose.split("\n\n")
     for tokens, count in zip(lengths, needles, strict=True):
         for i in range(count):
@@ -80,7 +88,7 @@ def cases(
             depth = (i + 0.5) / count
             body = _passage(paragraphs, tokenizer, tokens, rng)
             cut = min(range(len(body)), key=lambda j: abs(_share(body, j) - depth))
-            fact, question, lead = rng.choice(TEMPLATES)
+            fact, question, lead = rng.choice(templates)
             filling = {
                 "place": rng.choice(PLACES),
                 "number": str(rng.randint(1_000_000, 9_999_999)),
@@ -177,7 +185,7 @@ def run_case(
         results[name] = {
             **_answer(model, plan, sampling, case),
             "keep_rate": plan.keep_rate,
-            "fact_kept": _fact_kept(prompt, kept, case),
+            "fact_kept": fact_kept(prompt, kept, case),
             "positions": positions,
             "reason": plan.reason.value,
         }
@@ -185,7 +193,7 @@ def run_case(
 
 
 def _timed_score(draft: Draft, prompt: Prompt, row: dict[str, Any]) -> Importance:
-    importance = draft.score(prompt.draft.ids, prompt.settings)
+    importance = draft.score(prompt.draft.ids, prompt.settings, prompt.question)
     row["draft_s"] = sum(importance.seconds.values())
     row["queries"] = importance.queries
     return importance
@@ -201,7 +209,7 @@ def _answer(model: SpecPrefill, plan: Any, sampling: Sampling, case: Case) -> di
     return {"right": case.answer in text, "text": text, "target_prefill_s": prefill}
 
 
-def _fact_kept(prompt: Prompt, kept: Kept, case: Case) -> bool:
+def fact_kept(prompt: Prompt, kept: Kept, case: Case) -> bool:
     """Whether every character of the number survived."""
     at = prompt.text.find(case.fact)
     start = prompt.text.find(case.answer, at)

@@ -20,24 +20,28 @@ class _Part(BaseModel):
 class ModelSettings(_Part):
     """One of the two models: what it is, and what runs it."""
 
-    model: str = Field("smollm2-135m", description="directory, .gguf file, hub id or demo alias")
-    backend: Literal["torch"] = Field("torch", description="what runs it")
-    dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    threads: int | None = Field(None, ge=1, description="CPU threads; all when absent")
+    model: str = Field(
+        default="smollm2-135m", description="directory, .gguf file, hub id or demo alias"
+    )
+    backend: Literal["torch"] = Field(default="torch", description="what runs it")
+    dtype: str = Field(default="auto", description="auto, float32, bfloat16 or float16")
+    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
+    threads: int | None = Field(default=None, ge=1, description="CPU threads; all when absent")
 
 
 class Limits(_Part):
     """What one server takes on. Times are in seconds."""
 
-    requests: int = Field(32, ge=1, description="requests in the server; more are refused")
-    answers: int = Field(4, ge=1, description="answers the target decodes in turn")
-    draft_timeout: float = Field(60.0, gt=0, description="of scoring a prompt of no length")
+    requests: int = Field(default=32, ge=1, description="requests in the server; more are refused")
+    answers: int = Field(default=4, ge=1, description="answers the target decodes in turn")
+    draft_timeout: float = Field(default=60.0, gt=0, description="of scoring a prompt of no length")
     draft_timeout_per_1000_tokens: float = Field(
-        30.0, ge=0, description="added for every 1,000 draft tokens"
+        default=30.0, ge=0, description="added for every 1,000 draft tokens"
     )
     presence: float = Field(
-        0.5, gt=0, description="how often a running request is asked whether its client is there"
+        default=0.5,
+        gt=0,
+        description="how often a running request is asked whether its client is there",
     )
 
     def draft_seconds(self, tokens: int) -> float:
@@ -49,9 +53,9 @@ class Ports(_Part):
     """Where the server listens."""
 
     host: str = "127.0.0.1"
-    http: int = Field(8000, ge=0, le=65535)
-    grpc: int = Field(8001, ge=0, le=65535)
-    metrics: int = Field(8002, ge=0, le=65535)
+    http: int = Field(default=8000, ge=0, le=65535)
+    grpc: int = Field(default=8001, ge=0, le=65535)
+    metrics: int = Field(default=8002, ge=0, le=65535)
 
 
 class ServeSettings(_Part):
@@ -67,7 +71,7 @@ class ServeSettings(_Part):
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     ports: Ports = Ports()
-    infer_instances: int = Field(2, ge=1)
+    infer_instances: int = Field(default=2, ge=1)
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> ServeSettings:

@@ -1,0 +1,186 @@
+"""Which draft settings keep what matters: recall of a planted fact, and the seconds it took.
+
+Nothing is answered here: a fact is planted, the prompt scored under each arm's settings, and
+looked for in what selection keeps. So many settings can be compared for the price of their
+draft passes. Facts are those of the needle evaluation, and others whose question shares few
+words with them; prompts are told in the forms that clients use.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from trtllm_specprefill import cli
+from trtllm_specprefill.draft.torch import TorchDraft
+from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.evaluation import needle
+from trtllm_specprefill.evaluation.haystack import haystack
+from trtllm_specprefill.evaluation.needle import Case, cases
+from trtllm_specprefill.evaluation.report import command, machine
+from trtllm_specprefill.models import load_model
+from trtllm_specprefill.prompt import Prompt, prepare
+from trtllm_specprefill.selection import select
+from trtllm_specprefill.settings import Settings
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+_screen = Console(stderr=True, highlight=False)
+
+# Fact and question in different words; the third is not asked for here.
+PARAPHRASED = (
+    (
+        "Old Marta of the {place} always hides her key, number {number}, under the flowerpot.",
+        "Where does Marta of the {place} put what opens her door, and which number does it bear?",
+        "",
+    ),
+    (
+        "In 1987 the painter sold the picture of the {place} for {number} crowns to a stranger.",
+        "How much money did the artist get for his work showing the {place}?",
+        "",
+    ),
+    (
+        "The telephone of the {place} can be reached under {number} during the day.",
+        "Which digits must I dial to call the {place}?",
+        "",
+    ),
+    (
+        "Whoever wants to enter the {place} has to type {number} on the keypad.",
+        "What opens the {place}? Answer in one short sentence and give nothing but the digits.",
+        "",
+    ),
+)
+FACTS = {"plain": needle.TEMPLATES, "paraphrased": PARAPHRASED}
+# One message; a system prompt, two turns and the question alone; the question first and marked;
+# and no chat template at all.
+FORMS = ("message", "turns", "first", "text")
+
+
+def _told(case: Case, form: str) -> tuple[str | list[dict[str, Any]], str | None]:
+    """The prompt in one of `FORMS`, and the question to mark in it."""
+    if form == "message":
+        return [{"role": "user", "content": f"{case.context}\n\n{case.question}"}], None
+    if form == "turns":
+        turns = (
+            ("system", "You answer questions about documents."),
+            ("user", case.context),
+            ("assistant", "I have read it. What do you want to know?"),
+            ("user", case.question),
+        )
+        return [{"role": role, "content": content} for role, content in turns], None
+    if form == "first":
+        content = f"{case.question}\n\n{case.context}"
+        return [{"role": "user", "content": content}], case.question
+    return f"{case.context}\n\nQuestion: {case.question}\nAnswer:", None
+
+
+@app.command(
+    epilog="""Example: python -m perf.recall --arm 'fast={}' --arm 'all={"draft_layers":30}'"""
+)
+def recall(
+    arm: Annotated[list[str], typer.Option(metavar="NAME=JSON", help="Settings; repeatable.")],
+    draft: Annotated[str, typer.Option(help="Model that scores.")] = "smollm2-135m",
+    lengths: Annotated[list[int], typer.Option(help="Tokens of the context; repeatable.")] = [  # noqa: B006
+        2000,
+        4000,
+    ],
+    needles: Annotated[int, typer.Option(min=1, help="Per length, form and facts.")] = 3,
+    form: Annotated[list[str], typer.Option(help=f"Some of {', '.join(FORMS)}.")] = list(FORMS),  # noqa: B006
+    keep: Annotated[list[float], typer.Option(help="Keep rates; repeatable.")] = [0.05, 0.1],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Of passages and facts.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the report, anew after every prompt.")
+    ] = None,
+) -> None:
+    """Score every prompt under every arm and count what is kept."""
+    arms = {}
+    for text in arm:
+        name, _, knobs = text.partition("=")
+        arms[name] = Settings.of(**{**json.loads(knobs), "min_keep_tokens": 0})
+    if unknown := set(form) - set(FORMS):
+        raise InputError("form", sorted(unknown), f"some of {', '.join(FORMS)}")
+    model = load_model(draft, progress=lambda line: _screen.print(line, style="dim"))
+    scorer = TorchDraft(model)
+    rows: list[dict[str, Any]] = []
+    report: dict[str, Any] = {
+        "command": command(),
+        "machine": machine(),
+        "draft": draft,
+        "arms": {name: settings.model_dump(exclude_unset=True) for name, settings in arms.items()},
+    }
+    for facts, shape, case in _prompts(scorer.tokenizer, lengths, needles, form, seed):
+        row = {"facts": facts, "form": shape, "tokens": case.tokens, "depth": case.depth}
+        row["arms"] = {
+            name: _score(scorer, case, shape, settings, keep) for name, settings in arms.items()
+        }
+        rows.append(row)
+        _screen.print(f"{facts}, {shape}, {case.tokens}, {case.depth:.2f}: {row['arms']}")
+        report |= {"summary": summary(rows), "prompts": rows}
+        if out is not None:
+            out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    for line in report["summary"]:
+        print(json.dumps(line))
+
+
+def _prompts(
+    tokenizer: Any, lengths: list[int], needles: int, forms: list[str], seed: int
+) -> Iterator[tuple[str, str, Case]]:
+    prose = haystack()
+    for i, (facts, templates) in enumerate(FACTS.items()):
+        for j, form in enumerate(FORMS):
+            if form in forms:
+                own = seed + 10 * (2 * j + i)  # other passages and facts for each kind
+                for case in cases(
+                    prose, tokenizer, lengths, [needles] * len(lengths), own, templates
+                ):
+                    yield facts, form, case
+
+
+def _score(
+    scorer: TorchDraft, case: Case, form: str, settings: Settings, rates: list[float]
+) -> dict[str, Any]:
+    source, question = _told(case, form)
+
+    def prepared(rate: float) -> Prompt:
+        at_rate = settings.model_copy(update={"keep_rate": rate})
+        return prepare(
+            source, target_tokenizer=scorer.tokenizer, settings=at_rate, question=question
+        )
+
+    prompts = {rate: prepared(rate) for rate in rates}
+    prompt = prompts[rates[0]]
+    importance = scorer.score(prompt.draft.ids, prompt.settings, prompt.question)
+    return {
+        "seconds": round(sum(importance.seconds.values()), 2),
+        "kept": {
+            f"{rate:g}": needle.fact_kept(prompt, select(prompt, importance), case)
+            for rate, prompt in prompts.items()
+        },
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per arm and form, and over all: share of facts kept at each rate, and the median seconds."""
+    table = []
+    for name in rows[0]["arms"]:
+        for form in (*FORMS, "all"):
+            chosen = [row["arms"][name] for row in rows if form in ("all", row["form"])]
+            if chosen:
+                rates = chosen[0]["kept"]
+                kept = {r: round(float(np.mean([c["kept"][r] for c in chosen])), 3) for r in rates}
+                seconds = statistics.median(c["seconds"] for c in chosen)
+                table.append(
+                    {"arm": name, "form": form, "prompts": len(chosen), "kept": kept}
+                    | {"median_s": seconds}
+                )
+    return table
+
+
+if __name__ == "__main__":
+    cli.run_app(app)
