@@ -13,7 +13,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 
 from trtllm_specprefill.convert import (
@@ -39,7 +39,7 @@ from trtllm_specprefill.fetch import (
 )
 from trtllm_specprefill.hardware import choose_device, choose_dtype
 
-__all__ = ["FetchFailed", "Model", "load_model", "load_tokenizer"]
+__all__ = ["FetchFailed", "Model", "load_config", "load_model", "load_tokenizer"]
 
 _NAMES = (
     "a directory in Hugging Face format, a .gguf file, a hub id such as org/name, or one of "
@@ -118,6 +118,18 @@ def load_tokenizer(name: str, progress: Progress | None = None) -> Any:
     Raises what `load_model` raises.
     """
     return _read_tokenizer(_locate(name, progress or _silent), name)
+
+
+def load_config(name: str, progress: Progress | None = None) -> Any:
+    """Load only the text model's config of a model that `load_model` would take.
+
+    Raises what `load_model` raises.
+    """
+    source = _locate(name, progress or _silent)
+    with _reading(source, name, "a model with a config that transformers reads"):
+        config = AutoConfig.from_pretrained(source).get_text_config()
+    _context_length(config, name)
+    return config
 
 
 def _silent(line: str) -> None:

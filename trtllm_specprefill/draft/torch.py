@@ -10,24 +10,22 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from trtllm_specprefill.draft.base import Draft
 from trtllm_specprefill.draft.capture import Enough, capturing, mask_to_bool, verify_capture
-from trtllm_specprefill.draft.windows import Windows, cut, shared, whole
+from trtllm_specprefill.draft.reading import ReadingDraft
 from trtllm_specprefill.errors import ContextTooLong, DraftFailed
 from trtllm_specprefill.forward import last_logits, new_cache, watch_layers
 from trtllm_specprefill.importance import Importance, RunningImportance, combine
 from trtllm_specprefill.importance_op import importance_layer, use_kernels
 from trtllm_specprefill.models import Model
-from trtllm_specprefill.operations import layer_windows, prefill_operations, reading_operations
+from trtllm_specprefill.operations import layer_windows
 from trtllm_specprefill.settings import Settings
 
 # Tokens that one forward pass reads. On a CPU one window fills the cores, and the rest of a batch
 # only its caches; on a GPU a batch is one launch of each kernel.
 _CPU_BATCH, _GPU_BATCH = 1, 1 << 15
-DEFAULT_DEPTH = 4  # one layer in so many is run unless the settings say how many
 
 
-class TorchDraft(Draft):
+class TorchDraft(ReadingDraft):
     """Scores a prompt with any causal language model that transformers can load.
 
     Look-ahead reads the whole prompt through every layer; its memory beside the model is the KV
@@ -58,16 +56,6 @@ class TorchDraft(Draft):
         if settings.scoring == "lookahead":
             return self._look_ahead(ids, settings)
         return self._read_windows(ids, settings, question)
-
-    def operations(self, tokens: int, settings: Settings) -> float:
-        """See `Draft.operations`."""
-        config = self._model.config
-        if settings.scoring == "lookahead":
-            past = range(tokens, tokens + settings.look_ahead)
-            steps = sum(prefill_operations(config, 1, past=p) for p in past)
-            return prefill_operations(config, tokens) + steps
-        count, size = self._windows(tokens, settings, None).tokens.shape
-        return count * reading_operations(config, size, self._depth(settings))
 
     def _look_ahead(self, ids: NDArray[np.int32], settings: Settings) -> Importance:
         n = int(ids.size)
@@ -113,11 +101,11 @@ class TorchDraft(Draft):
     ) -> Importance:
         assert settings.votes is not None
         started = time.perf_counter()
-        windows = self._windows(int(ids.size), settings, question)
+        windows = self.windows(int(ids.size), settings, question)
         size = windows.tokens.shape[1]
         limit = _CPU_BATCH if self._model.device.type == "cpu" else _GPU_BATCH
         tokens = torch.from_numpy(ids.astype(np.int64)[windows.tokens])
-        votes = _FirstLayers(min(settings.window, windows.tail), self._depth(settings), settings)
+        votes = _FirstLayers(min(settings.window, windows.tail), self.depth(settings), settings)
         scores = []
         for batch in torch.split(tokens, max(limit // size, 1)):
             with torch.inference_mode(), capturing(votes), suppress(Enough):
@@ -135,42 +123,6 @@ class TorchDraft(Draft):
             tuple(sorted(votes.layers)),
             {"draft_prefill": time.perf_counter() - started},
         )
-
-    def _windows(
-        self, tokens: int, settings: Settings, question: NDArray[np.int64] | None
-    ) -> Windows:
-        """How this draft reads a prompt of `tokens` tokens."""
-        if not settings.draft_window:
-            if tokens > self.context_length:
-                raise ContextTooLong(
-                    "prompt",
-                    f"{tokens} draft tokens at once (draft_window=0)",
-                    f"at most {self.context_length}, the context of draft {self.name}",
-                )
-            return whole(tokens)
-        tail = np.arange(tokens) if question is None else question
-        tail = tail[-settings.draft_tail :]
-        room = self.context_length - settings.draft_head - tail.size
-        overlap = shared(settings.draft_overlap, settings.pool)
-        if room <= overlap:
-            raise ContextTooLong(
-                "draft_head, draft_overlap and draft_tail",
-                f"{settings.draft_head}, {overlap} and {tail.size}",
-                f"less than {self.context_length} together, the context of draft {self.name}",
-            )
-        return cut(
-            tokens,
-            tail,
-            head=settings.draft_head,
-            window=min(settings.draft_window, room),
-            overlap=overlap,
-            reach=settings.pool // 2,
-        )
-
-    def _depth(self, settings: Settings) -> int:
-        """How many of the first layers are run."""
-        layers = int(self._model.config.num_hidden_layers)
-        return min(settings.draft_layers or -(-layers // DEFAULT_DEPTH), layers)
 
     def _blind(self, tokens: int) -> DraftFailed:
         return DraftFailed(f"no layer of draft {self.name} attends to all of {tokens} tokens")

@@ -1,0 +1,68 @@
+"""What a draft reads of a prompt and what that costs, known from its config alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trtllm_specprefill.draft.base import Draft
+from trtllm_specprefill.draft.windows import Windows, cut, shared, whole
+from trtllm_specprefill.errors import ContextTooLong
+from trtllm_specprefill.operations import prefill_operations, reading_operations
+from trtllm_specprefill.settings import Settings
+
+DEFAULT_DEPTH = 4  # one layer in so many is run unless the settings say how many
+
+
+class ReadingDraft(Draft):
+    """A draft whose config is known, wherever its weights are."""
+
+    config: Any
+
+    def operations(self, tokens: int, settings: Settings) -> float:
+        """See `Draft.operations`."""
+        config = self.config
+        if settings.scoring == "lookahead":
+            past = range(tokens, tokens + settings.look_ahead)
+            steps = sum(prefill_operations(config, 1, past=p) for p in past)
+            return prefill_operations(config, tokens) + steps
+        count, size = self.windows(tokens, settings, None).tokens.shape
+        return count * reading_operations(config, size, self.depth(settings))
+
+    def windows(
+        self, tokens: int, settings: Settings, question: NDArray[np.int64] | None
+    ) -> Windows:
+        """How this draft reads a prompt of `tokens` tokens."""
+        if not settings.draft_window:
+            if tokens > self.context_length:
+                raise ContextTooLong(
+                    "prompt",
+                    f"{tokens} draft tokens at once (draft_window=0)",
+                    f"at most {self.context_length}, the context of draft {self.name}",
+                )
+            return whole(tokens)
+        tail = np.arange(tokens) if question is None else question
+        tail = tail[-settings.draft_tail :]
+        room = self.context_length - settings.draft_head - tail.size
+        overlap = shared(settings.draft_overlap, settings.pool)
+        if room <= overlap:
+            raise ContextTooLong(
+                "draft_head, draft_overlap and draft_tail",
+                f"{settings.draft_head}, {overlap} and {tail.size}",
+                f"less than {self.context_length} together, the context of draft {self.name}",
+            )
+        return cut(
+            tokens,
+            tail,
+            head=settings.draft_head,
+            window=min(settings.draft_window, room),
+            overlap=overlap,
+            reach=settings.pool // 2,
+        )
+
+    def depth(self, settings: Settings) -> int:
+        """How many of the first layers are run."""
+        layers = int(self.config.num_hidden_layers)
+        return min(settings.draft_layers or -(-layers // DEFAULT_DEPTH), layers)

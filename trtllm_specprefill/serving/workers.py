@@ -1,0 +1,248 @@
+"""What runs inside the `draft` and the `target` model: one thread each, which owns the weights.
+
+Requests come from Triton's thread and are answered from ours, so that a model can be told of a
+client that has gone while it works. A pass over a long prompt looks up before every layer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trtllm_specprefill.draft.base import Draft
+from trtllm_specprefill.errors import Cancelled, DraftFailed, DraftTimeout, SpecPrefillError
+from trtllm_specprefill.forward import interruptible
+from trtllm_specprefill.importance import Importance
+from trtllm_specprefill.plan import PrunePlan
+from trtllm_specprefill.settings import Sampling, Settings
+from trtllm_specprefill.target.base import Step, Target
+
+_REMEMBERED = 10_000  # cancelled requests whose work may still be on its way here
+
+
+class _Gone:
+    """Ids of requests nobody waits for any more; the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, request_id: str) -> None:
+        with self._lock:
+            self._ids[request_id] = None
+            while len(self._ids) > _REMEMBERED:
+                self._ids.popitem(last=False)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._ids
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """One prompt to score.
+
+    ids: int32 `[N]`. question: token indices that ask, or None. timeout: seconds of scoring,
+    the wait before it not counted. reply: called once, with the importance and the seconds
+    waited, or with what went wrong; not called when the request was cancelled.
+    """
+
+    request_id: str
+    ids: NDArray[np.int32]
+    question: NDArray[np.int64] | None
+    settings: Settings
+    timeout: float
+    reply: Callable[[Importance | SpecPrefillError, float], None]
+    came: float = field(default_factory=time.perf_counter)
+
+
+class ScoringWorker:
+    """Scores prompts one after the other: a long one fills the device by itself."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._jobs: SimpleQueue[Scoring] = SimpleQueue()
+        self._gone = _Gone()
+        threading.Thread(target=self._run, name="scoring", daemon=True).start()
+
+    def submit(self, job: Scoring) -> None:
+        """Take a job; its `reply` is called from the worker's thread."""
+        self._jobs.put(job)
+
+    def cancel(self, request_id: str) -> None:
+        """Stop the job of this id, running, waiting or still to come."""
+        self._gone.add(request_id)
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            waited = time.perf_counter() - job.came
+            result: Importance | SpecPrefillError
+            try:
+                result = self._score(job)
+            except Cancelled:
+                result = DraftFailed("cancelled")
+            except SpecPrefillError as error:
+                result = error
+            except Exception as error:  # whatever it raises, the next request is untouched
+                result = DraftFailed(f"{type(error).__name__}: {error}")
+            job.reply(result, waited)
+
+    def _score(self, job: Scoring) -> Importance:
+        deadline = time.perf_counter() + job.timeout
+
+        def check() -> None:
+            if job.request_id in self._gone:
+                raise Cancelled
+            if time.perf_counter() > deadline:
+                raise DraftTimeout(f"scoring took longer than {job.timeout:.1f} s")
+
+        check()
+        with interruptible(check):
+            return self._draft.score(job.ids, job.settings, job.question)
+
+
+@dataclass
+class Answer:
+    """One plan to answer.
+
+    report: what the orchestrator decided. received, sent: wall-clock seconds at which the
+    server got the request and the orchestrator handed it on. stream: every step is sent, else
+    one response. send: a text, and with the last one the report. fail: the words of an error.
+    """
+
+    request_id: str
+    plan: PrunePlan
+    sampling: Sampling
+    stream: bool
+    report: dict[str, Any]
+    received: float
+    sent: float
+    send: Callable[[str, dict[str, Any] | None], None]
+    fail: Callable[[str], None]
+    texts: list[str] = field(default_factory=list)
+    tokens: int = 0
+    first_token: float = 0.0
+    steps: Generator[Step, None, None] | None = None
+
+
+class AnsweringWorker:
+    """Answers several plans in turn, a decoding step of each at a time.
+
+    A prompt's prefill is not divided: the answers under way wait for it. `answers` plans are
+    decoded in turn; more wait in the order they came.
+    """
+
+    def __init__(self, target: Target, answers: int) -> None:
+        self._target, self._answers = target, answers
+        self._waiting: deque[Answer] = deque()
+        self._running: list[Answer] = []
+        self._known: set[str] = set()
+        self._gone = _Gone()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="answering", daemon=True).start()
+
+    def submit(self, job: Answer) -> None:
+        """Take a job; `send` and `fail` are called from the worker's thread."""
+        with self._changed:
+            self._known.add(job.request_id)
+            self._waiting.append(job)
+            self._changed.notify_all()
+
+    def cancel(self, request_id: str) -> None:
+        """Stop the job of this id, running, waiting or still to come."""
+        with self._changed:
+            self._gone.add(request_id)
+            self._changed.notify_all()
+
+    def is_gone(self, request_id: str) -> bool:
+        """Whether the request was cancelled."""
+        return request_id in self._gone
+
+    def wait(self, request_id: str, seconds: float) -> str:
+        """`done`, `gone` or, after at most `seconds`, `running`.
+
+        A job that has not come yet is `running`: ask only once it was handed on.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: request_id not in self._known, seconds)
+            if request_id in self._gone:
+                return "gone"
+            return "running" if request_id in self._known else "done"
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._running)
+                room = self._answers - len(self._running)
+                fresh = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+            for job in fresh:
+                self._running.append(job)
+                self._advance(job)
+            for job in list(self._running):
+                self._advance(job)
+
+    def _advance(self, job: Answer) -> None:
+        """One step of one answer; the job leaves when it is over, however it ended."""
+
+        def check() -> None:
+            if job.request_id in self._gone:
+                raise Cancelled
+
+        try:
+            check()
+            with interruptible(check):
+                over = self._step(job)
+        except Cancelled:
+            over = True
+        except SpecPrefillError as error:
+            job.fail(str(error))
+            over = True
+        except Exception as error:  # whatever it raises, the other answers are untouched
+            job.fail(f"{type(error).__name__}: {error}")
+            over = True
+        if over:
+            self._running.remove(job)
+            if job.steps is not None:
+                with suppress(ValueError):  # it was interrupted inside a pass: already over
+                    job.steps.close()
+            with self._changed:
+                self._known.discard(job.request_id)
+                self._changed.notify_all()
+
+    def _step(self, job: Answer) -> bool:
+        """Take and send the next step; whether it was the last."""
+        if job.steps is None:
+            begin = time.time()
+            job.steps = self._target.stream(job.plan, job.sampling)
+            step = next(job.steps)
+            job.first_token = time.time()
+            stages = job.report["stages"]
+            stages["target_queue"] = max(begin - job.sent, 0.0)
+            stages["target_prefill"] = job.first_token - begin
+        else:
+            step = next(job.steps)
+        job.tokens += len(step.token_ids)
+        job.texts.append(step.text)
+        if step.finish_reason is None:
+            if job.stream:
+                job.send(step.text, None)
+            return False
+        decode = time.time() - job.first_token
+        job.report["stages"]["decode"] = decode
+        job.report |= {
+            "finish_reason": step.finish_reason,
+            "output_tokens": job.tokens,
+            "ttft_s": job.first_token - job.received,
+            "decode_tokens_per_s": (job.tokens - 1) / decode if job.tokens > 1 else None,
+        }
+        job.send(step.text if job.stream else "".join(job.texts), job.report)
+        return True
