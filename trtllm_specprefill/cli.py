@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trtllm_specprefill.errors import ContextTooLong, InputError, SpecPrefillError
+from trtllm_specprefill.serving import commands
 from trtllm_specprefill.settings import Settings
 
 app = typer.Typer(
@@ -369,6 +370,10 @@ def _table(pruned: dict[str, Any], dense: dict[str, Any] | None) -> Table:
 
 def _say(line: str) -> None:
     _screen.print(line, style="dim", markup=False)
+
+
+app.command(epilog=commands.SERVE_EXAMPLE)(commands.serve)
+app.command(epilog=commands.CLIENT_EXAMPLE)(commands.client)
 
 
 def main() -> None:

@@ -1,0 +1,146 @@
+"""`orchestrator`: a client's request in, a plan for `target` out, through `serving.orchestrator`.
+
+While a request is in the server, its id is sent on to `target` every now and then: that is how
+a client that has gone is noticed, see there.
+"""
+
+import json
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import triton_python_backend_utils as pb
+
+from trtllm_specprefill.errors import Cancelled, SpecPrefillError, TargetFailed
+from trtllm_specprefill.plan import PositionSupport
+from trtllm_specprefill.serving.metrics import OrchestratorMetrics
+from trtllm_specprefill.serving.orchestrator import (
+    InFlight,
+    Orchestrator,
+    message_tensors,
+    plan_tensors,
+)
+from trtllm_specprefill.serving.settings import ServeSettings
+from trtllm_specprefill.serving.wire import INPUTS, read_json, read_request
+
+_FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    """Triton's entry point."""
+
+    def initialize(self, args):
+        """Nothing is asked of the other models before the first request."""
+        parameters = json.loads(args["model_config"])["parameters"]
+        self.settings = ServeSettings.of(json.loads(parameters["settings"]["string_value"]))
+        self.limits, self.metrics = self.settings.limits, OrchestratorMetrics(pb)
+        self.orchestrator, self.lock = None, threading.Lock()
+        self.threads = ThreadPoolExecutor(self.limits.requests, "request")
+        self.inside = {}
+        threading.Thread(target=self._signs_of_life, daemon=True).start()
+
+    def execute(self, requests):
+        """Each request in a thread of its own; those beyond the limit are refused at once."""
+        for request in requests:
+            sender, received = request.get_response_sender(), time.time()
+            if len(self.inside) >= self.limits.requests:
+                self.metrics.ended("overloaded")
+                most = self.limits.requests
+                _fail(sender, f"overloaded: {most} requests are in the server; try again later")
+                continue
+            entry = _Entry(str(uuid.uuid4()), sender)
+            self.inside[entry.id] = entry
+            self.threads.submit(self._run, request, entry, received)
+
+    def _run(self, request, entry, received):
+        try:
+            tensors = {n: pb.get_input_tensor_by_name(request, n) for n in INPUTS}
+            wanted = read_request({n: t and t.as_numpy() for n, t in tensors.items()})
+            in_flight = InFlight(entry.id, lambda: entry.gone)
+            planned = self._ready().plan(wanted, in_flight, time.time() - received)
+            self.metrics.planned(planned)
+            entry.planned = True
+            entry.send(plan_tensors(planned, wanted, entry.id, received))
+            while self._state(entry.id, self.limits.presence) == "running":
+                pass
+            entry.close()
+        except Cancelled:
+            self.metrics.ended("cancelled")
+            entry.close()
+        except SpecPrefillError as error:
+            self.metrics.ended("error")
+            entry.fail(str(error))
+        except Exception as error:
+            self.metrics.ended("error")
+            entry.fail(f"{type(error).__name__}: {error}")
+        finally:
+            del self.inside[entry.id]
+
+    def _ready(self):
+        with self.lock:
+            if self.orchestrator is None:
+                facts = ask("target", message_tensors({"message": "facts"}))["report"]
+                support = PositionSupport(**read_json(facts))
+                self.orchestrator = Orchestrator(self.settings, ask, support)
+            return self.orchestrator
+
+    def _state(self, request_id, seconds):
+        message = {"message": "wait", "id": request_id, "seconds": seconds}
+        try:
+            return read_json(ask("target", message_tensors(message))["report"])["state"]
+        except SpecPrefillError:
+            return "down"
+
+    def _signs_of_life(self):
+        while True:
+            time.sleep(self.limits.presence)
+            for entry in list(self.inside.values()):
+                entry.send(message_tensors({"message": "present", "id": entry.id}))
+                if not entry.planned:
+                    entry.gone = self._state(entry.id, 0) == "gone"
+
+
+class _Entry:
+    """One request in the server, and the one place its responses go through."""
+
+    def __init__(self, request_id, sender):
+        self.id, self.gone, self.planned = request_id, False, False
+        self._sender, self._open, self._lock = sender, True, threading.Lock()
+
+    def send(self, tensors):
+        with self._lock:
+            if self._open:
+                outputs = [pb.Tensor(*item) for item in tensors.items()]
+                self._sender.send(pb.InferenceResponse(outputs))
+
+    def close(self):
+        with self._lock:
+            self._open = False
+            self._sender.send(flags=_FINAL)
+
+    def fail(self, words):
+        with self._lock:
+            self._open = False
+            _fail(self._sender, words)
+
+
+def _fail(sender, words):
+    error = pb.TritonError(f"orchestrator: {words}")
+    sender.send(pb.InferenceResponse(error=error), flags=_FINAL)
+
+
+def ask(model, inputs):
+    """Call another model of the server; see `serving.orchestrator.Ask`."""
+    names = ["importance", "report"] if model == "draft" else ["text_output", "report"]
+    call = pb.InferenceRequest(
+        model_name=model,
+        requested_output_names=names,
+        inputs=[pb.Tensor(*item) for item in inputs.items()],
+    )
+    outputs = {}
+    for response in call.exec(decoupled=True):
+        if response.has_error():
+            raise TargetFailed(f"{model}: {response.error().message()}")
+        outputs |= {t.name(): t.as_numpy() for t in response.output_tensors()}
+    return outputs

@@ -1,0 +1,28 @@
+"""`specprefill_infer`: the ensemble's answer in one response.
+
+Triton refuses plain `infer` calls to a model that may send several responses.
+"""
+
+import triton_python_backend_utils as pb
+
+
+class TritonPythonModel:
+    """Triton's entry point."""
+
+    def execute(self, requests):
+        """Pass each request on and give back its last response."""
+        return [_answer(request) for request in requests]
+
+
+def _answer(request):
+    call = pb.InferenceRequest(
+        model_name="specprefill",
+        requested_output_names=["text_output", "report"],
+        inputs=request.inputs(),
+    )
+    outputs = []
+    for response in call.exec(decoupled=True):
+        if response.has_error():
+            return pb.InferenceResponse(error=response.error())
+        outputs = response.output_tensors() or outputs
+    return pb.InferenceResponse(outputs)

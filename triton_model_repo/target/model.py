@@ -1,0 +1,103 @@
+"""`target`: a plan in, text out. Everything it does is `serving.workers`.
+
+Besides plans it gets messages: `facts` and `wait` from the orchestrator, and through the
+ensemble signs of life of running requests. Triton tells a step of an ensemble of its client's
+cancellation only when the step is scheduled, so each sign of life that comes in cancelled
+is how a running answer learns that nobody reads it any more.
+"""
+
+import json
+import threading
+from dataclasses import asdict
+
+import torch
+import triton_python_backend_utils as pb
+
+from trtllm_specprefill.models import load_model
+from trtllm_specprefill.plan import PrunePlan, Reason
+from trtllm_specprefill.serving.metrics import TargetMetrics
+from trtllm_specprefill.serving.settings import ServeSettings
+from trtllm_specprefill.serving.wire import json_tensor, read_json, text_tensor
+from trtllm_specprefill.serving.workers import Answer, AnsweringWorker
+from trtllm_specprefill.settings import Sampling
+from trtllm_specprefill.target.torch import TorchTarget
+
+_FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    """Triton's entry point."""
+
+    def initialize(self, args):
+        """Load the target; its thread starts."""
+        parameters = json.loads(args["model_config"])["parameters"]
+        settings = ServeSettings.of(json.loads(parameters["settings"]["string_value"]))
+        own = settings.target
+        if own.threads:
+            torch.set_num_threads(own.threads)
+        target = TorchTarget(load_model(own.model, own.dtype, own.device))
+        self.facts = asdict(target.position_support)
+        self.worker = AnsweringWorker(target, settings.limits.answers)
+        self.metrics = TargetMetrics(pb)
+
+    def execute(self, requests):
+        """Hand plans to the thread, messages past it."""
+        for request in requests:
+            sender = request.get_response_sender()
+            wanted = read_json(pb.get_input_tensor_by_name(request, "request").as_numpy())
+            message = wanted.get("message")
+            if message == "facts":
+                _send(sender, "", self.facts)
+            elif message == "wait":
+                waiting = (sender, wanted["id"], wanted["seconds"])
+                threading.Thread(target=self._wait, args=waiting, daemon=True).start()
+            elif request.is_cancelled():
+                self.worker.cancel(wanted["id"])
+                sender.send(flags=_FINAL)
+            elif message == "present":
+                sender.send(flags=_FINAL)
+            else:
+                self.worker.submit(self._answer(request, wanted, sender))
+
+    def _wait(self, sender, request_id, seconds):
+        _send(sender, "", {"state": self.worker.wait(request_id, seconds)})
+
+    def _answer(self, request, wanted, sender):
+        def tensor(name):
+            return pb.get_input_tensor_by_name(request, name).as_numpy()
+
+        def send(text, report):
+            if report is not None:
+                self.metrics.answered(report)
+            _send(sender, text, report, last=report is not None)
+
+        def fail(words):
+            error = pb.TritonError(f"target: {words}")
+            sender.send(pb.InferenceResponse(error=error), flags=_FINAL)
+
+        plan = PrunePlan(
+            tensor("input_ids"),
+            tensor("position_ids"),
+            int(tensor("next_position")[0]),
+            wanted["positions"],
+            wanted["prompt_tokens"],
+            Reason(wanted["reason"]),
+        )
+        return Answer(
+            wanted["id"],
+            plan,
+            Sampling.of(**wanted["sampling"]),
+            wanted["stream"],
+            read_json(tensor("report")),
+            wanted["received"],
+            wanted["sent"],
+            send,
+            fail,
+        )
+
+
+def _send(sender, text, report, last=True):
+    outputs = [pb.Tensor("text_output", text_tensor(text))]
+    if report is not None:
+        outputs.append(pb.Tensor("report", json_tensor(report)))
+    sender.send(pb.InferenceResponse(outputs), flags=_FINAL if last else 0)

@@ -1,0 +1,156 @@
+"""`specprefill serve` and `specprefill client`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trtllm_specprefill.errors import InputError, SpecPrefillError
+
+SERVE_EXAMPLE = "Example: specprefill serve --draft smollm2-135m --target smollm2-135m"
+CLIENT_EXAMPLE = "Example: specprefill client --prompt report.txt --keep 0.1"
+
+
+def serve(
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Settings of the server, as YAML.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(metavar="MODEL", help="Draft model.")] = None,
+    target: Annotated[str | None, typer.Option(metavar="MODEL", help="Target model.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    http_port: Annotated[int | None, typer.Option(help="8000; 0 takes a free one.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="8001; 0 takes a free one.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="8002; 0 takes a free one.")] = None,
+    repository: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Where the model repository is written; kept afterwards."),
+    ] = None,
+    triton_option: Annotated[
+        list[str] | None, typer.Option(help="Handed to tritonserver as it is; may be repeated.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write the repository and print the command.")
+    ] = False,
+) -> None:
+    """Serve draft and target behind Triton Inference Server."""
+    from trtllm_specprefill.serving.launch import Server, launch_of, with_free_ports
+    from trtllm_specprefill.serving.repository import render
+    from trtllm_specprefill.serving.settings import ServeSettings
+
+    settings = ServeSettings() if config is None else ServeSettings.read(Path(config))
+    values = settings.model_dump(exclude_unset=True)
+    for part, name, value in (
+        ("draft", "model", draft),
+        ("target", "model", target),
+        ("ports", "host", host),
+        ("ports", "http", http_port),
+        ("ports", "grpc", grpc_port),
+        ("ports", "metrics", metrics_port),
+    ):
+        if value is not None:
+            values.setdefault(part, {})[name] = value
+    settings = with_free_ports(ServeSettings.of(values))
+    kept = repository is not None or dry_run
+    folder = Path(repository) if repository else Path(tempfile.mkdtemp(prefix="specprefill-"))
+    try:
+        launch = launch_of(settings, render(settings, folder / "models"), triton_option or (), _say)
+        if dry_run:
+            print(launch.line())
+            return
+        _fetch(settings)
+        ports = settings.ports
+        signal.signal(signal.SIGTERM, _interrupt)
+        with Server(launch, ports, folder / "tritonserver.log") as server:
+            try:
+                server.wait_ready(_say)
+                print(f"http    http://{ports.host}:{ports.http}/v2/models/specprefill/generate")
+                print(f"grpc    {ports.host}:{ports.grpc}  models specprefill, specprefill_infer")
+                print(f"metrics http://{ports.host}:{ports.metrics}/metrics", flush=True)
+                status = server.wait()
+            except KeyboardInterrupt:
+                _say("stopping")
+                return
+        raise SpecPrefillError(f"tritonserver ended with status {status}")
+    finally:
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def client(
+    prompt: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A text to complete; - is stdin.")
+    ] = None,
+    messages: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Chat messages as JSON.")
+    ] = None,
+    url: Annotated[str, typer.Option(help="host:port of the gRPC endpoint.")] = "127.0.0.1:8001",
+    keep: Annotated[float | None, typer.Option(help="Share of the prompt to keep.")] = None,
+    setting: Annotated[
+        str | None, typer.Option("--specprefill", metavar="JSON", help="Settings, or off.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the draws.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the answer.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Text and report as one JSON object.")
+    ] = False,
+) -> None:
+    """Send one prompt to a running server and stream the answer."""
+    from trtllm_specprefill.prompt import read_text
+    from trtllm_specprefill.serving.client import stream
+
+    if (prompt is None) == (messages is None):
+        raise InputError("prompt", None, "one of --prompt and --messages")
+    name = prompt or messages or ""
+    field = "--prompt" if prompt is not None else "--messages"
+    text = sys.stdin.read() if name == "-" else read_text(field, Path(name))
+    if keep is not None and setting is not None:
+        raise InputError("--keep", keep, "only one of --keep and --specprefill")
+    values: dict[str, Any] = {
+        "text_input" if prompt is not None else "messages": text,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "stop": stop or None,
+        "specprefill": setting if keep is None else {"keep": keep},
+    }
+    texts: list[str] = []
+    report: dict[str, Any] | None = None
+    for piece, told in stream(url, values):
+        texts.append(piece)
+        report = told or report
+        if not as_json:
+            print(piece, end="", flush=True)
+    if as_json:
+        print(json.dumps({"text": "".join(texts), **(report or {})}, ensure_ascii=False))
+    elif report is not None:
+        print()
+        _say(
+            f"{report['reason']}: {report['kept_tokens']} of {report['prompt_tokens']} tokens"
+            f" read, TTFT {report['ttft_s']:.2f} s"
+        )
+
+
+def _fetch(settings: Any) -> None:
+    """Fetch and convert the models before the server starts: it has no progress line."""
+    from trtllm_specprefill.models import load_config
+
+    for model in {settings.draft.model, settings.target.model}:
+        load_config(model, _say)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    del number, frame
+    raise KeyboardInterrupt

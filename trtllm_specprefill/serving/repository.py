@@ -1,0 +1,45 @@
+"""The Triton model repository, rendered from the templates of `triton_model_repo`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from trtllm_specprefill.serving.settings import ServeSettings
+from trtllm_specprefill.serving.wire import INPUTS
+
+# In the order in which they are loaded: the orchestrator asks the other two.
+MODELS = ("draft", "target", "orchestrator", "specprefill", "specprefill_infer")
+_HANDED = ("input_ids", "position_ids", "next_position", "request", "report")
+
+
+def render(settings: ServeSettings, out: Path) -> Path:
+    """Write the repository to the folder `out`, each model anew, and return it."""
+    values = {
+        # A string in protobuf's text form may be written as JSON writes it.
+        "settings": json.dumps(settings.model_dump_json(exclude_defaults=True)),
+        "inputs": [(name, kind, many) for name, (kind, many) in INPUTS.items()],
+        "handed": _HANDED,
+        "infer_instances": settings.infer_instances,
+    }
+    with as_file(files("triton_model_repo")) as templates:
+        environment = Environment(
+            loader=FileSystemLoader(templates),
+            undefined=StrictUndefined,
+            keep_trailing_newline=True,
+            autoescape=False,  # protobuf text, not HTML
+        )
+        for model in MODELS:
+            folder = out / model
+            shutil.rmtree(folder, ignore_errors=True)
+            (folder / "1").mkdir(parents=True)
+            config = environment.get_template(f"{model}/config.pbtxt.j2").render(values)
+            (folder / "config.pbtxt").write_text(config, "utf-8")
+            code = templates / model / "model.py"
+            if code.is_file():
+                shutil.copy(code, folder / "1" / "model.py")
+    return out
