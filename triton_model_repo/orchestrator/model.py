@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import triton_python_backend_utils as pb
 
 from trtllm_specprefill.errors import Cancelled, SpecPrefillError, TargetFailed
-from trtllm_specprefill.plan import PositionSupport
 from trtllm_specprefill.serving.metrics import OrchestratorMetrics
 from trtllm_specprefill.serving.orchestrator import (
     InFlight,
@@ -31,11 +30,11 @@ class TritonPythonModel:
     """Triton's entry point."""
 
     def initialize(self, args):
-        """Nothing is asked of the other models before the first request."""
+        """Load the tokenizers; the other models are asked when a request comes."""
         parameters = json.loads(args["model_config"])["parameters"]
         self.settings = ServeSettings.of(json.loads(parameters["settings"]["string_value"]))
         self.limits, self.metrics = self.settings.limits, OrchestratorMetrics(pb)
-        self.orchestrator, self.lock = None, threading.Lock()
+        self.orchestrator = Orchestrator(self.settings, ask)
         self.threads = ThreadPoolExecutor(self.limits.requests, "request")
         self.inside = {}
         threading.Thread(target=self._signs_of_life, daemon=True).start()
@@ -51,6 +50,7 @@ class TritonPythonModel:
                 continue
             entry = _Entry(str(uuid.uuid4()), sender)
             self.inside[entry.id] = entry
+            self.metrics.inside(len(self.inside))
             self.threads.submit(self._run, request, entry, received)
 
     def _run(self, request, entry, received):
@@ -58,7 +58,7 @@ class TritonPythonModel:
             tensors = {n: pb.get_input_tensor_by_name(request, n) for n in INPUTS}
             wanted = read_request({n: t and t.as_numpy() for n, t in tensors.items()})
             in_flight = InFlight(entry.id, lambda: entry.gone)
-            planned = self._ready().plan(wanted, in_flight, time.time() - received)
+            planned = self.orchestrator.plan(wanted, in_flight, time.time() - received)
             self.metrics.planned(planned)
             entry.planned = True
             entry.send(plan_tensors(planned, wanted, entry.id, received))
@@ -76,14 +76,7 @@ class TritonPythonModel:
             entry.fail(f"{type(error).__name__}: {error}")
         finally:
             del self.inside[entry.id]
-
-    def _ready(self):
-        with self.lock:
-            if self.orchestrator is None:
-                facts = ask("target", message_tensors({"message": "facts"}))["report"]
-                support = PositionSupport(**read_json(facts))
-                self.orchestrator = Orchestrator(self.settings, ask, support)
-            return self.orchestrator
+            self.metrics.inside(len(self.inside))
 
     def _state(self, request_id, seconds):
         message = {"message": "wait", "id": request_id, "seconds": seconds}

@@ -15,7 +15,7 @@ _DRAFT_STAGES = ("draft_prefill", "look_ahead", "draft")
 
 
 class OrchestratorMetrics:
-    """Requests by reason, keep rate, draft seconds, tokens saved."""
+    """Requests by reason and in the server, keep rate, draft seconds, tokens saved."""
 
     def __init__(self, backend: Any) -> None:
         self._requests = _family(
@@ -32,6 +32,14 @@ class OrchestratorMetrics:
             backend, "COUNTER", "specprefill_tokens_saved_total", "Prompt tokens left out"
         )
         self._saved = self._saved_family.Metric(labels={})
+        self._inside_family = _family(
+            backend, "GAUGE", "specprefill_requests_inside", "Requests in the server"
+        )
+        self._inside = self._inside_family.Metric(labels={})
+
+    def inside(self, requests: int) -> None:
+        """State how many requests are in the server now."""
+        self._inside.set(requests)
 
     def planned(self, planned: Planned) -> None:
         """Count a request whose plan goes to the target."""

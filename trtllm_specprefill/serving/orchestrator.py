@@ -166,10 +166,19 @@ def read_importance(outputs: dict[str, NDArray[Any]]) -> Importance:
 class _KnownTarget(Target):
     """What must be known of the target to plan for it; the `target` model has the weights."""
 
-    def __init__(self, model: str, support: PositionSupport) -> None:
-        self.name, self.position_support = model, support
+    def __init__(self, model: str, ask: Ask) -> None:
+        self.name, self._ask = model, ask
         self.tokenizer = load_tokenizer(model)
         self._config = load_config(model)
+        self._support: PositionSupport | None = None
+
+    @property
+    def position_support(self) -> PositionSupport:  # type: ignore[override]
+        """As the `target` model found it out of itself at load; asked for once."""
+        if self._support is None:
+            told = self._ask("target", message_tensors({"message": "facts"}))["report"]
+            self._support = PositionSupport(**read_json(told))
+        return self._support
 
     def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
         raise NotImplementedError("the `target` model answers")
@@ -179,11 +188,12 @@ class _KnownTarget(Target):
 
 
 class Orchestrator:
-    """Plans requests as `SpecPrefill` does, with the draft behind `ask`."""
+    """Plans requests as `SpecPrefill` does, with draft and target behind `ask`."""
 
-    def __init__(self, settings: ServeSettings, ask: Ask, support: PositionSupport) -> None:
+    def __init__(self, settings: ServeSettings, ask: Ask) -> None:
+        """Load the two tokenizers; the other models are not asked before the first request."""
         draft = RemoteDraft(settings.draft.model, ask, settings.limits)
-        self._pipeline = SpecPrefill(draft, _KnownTarget(settings.target.model, support))
+        self._pipeline = SpecPrefill(draft, _KnownTarget(settings.target.model, ask))
         self._settings = settings
 
     def plan(self, request: Request, in_flight: InFlight, waited: float) -> Planned:

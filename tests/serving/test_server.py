@@ -1,0 +1,394 @@
+"""The real tritonserver, serving the rendered repository, asked over gRPC and HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trtllm_specprefill import Settings, SpecPrefill
+from trtllm_specprefill.draft.torch import TorchDraft
+from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.serving.client import RequestFailed, infer, inputs_of, stream
+from trtllm_specprefill.serving.launch import Server, launch_of, with_free_ports
+from trtllm_specprefill.serving.repository import render
+from trtllm_specprefill.serving.settings import Limits, ServeSettings
+from trtllm_specprefill.target.torch import TorchTarget
+
+pytest.importorskip("tritonclient.grpc")
+pytest.importorskip("pytriton")
+pytestmark = [pytest.mark.model, pytest.mark.timeout(1500)]
+
+FACT = "The secret number of the lighthouse is 7391846."
+LIMITS = Limits(requests=12, answers=2, presence=0.25)
+KNOBS = {"threshold": 64, "positions": "contiguous", "min_keep_tokens": 0}
+
+
+@pytest.fixture(scope="module")
+def served() -> ServeSettings:
+    ports = {"http": 0, "grpc": 0, "metrics": 0}
+    return with_free_ports(ServeSettings.of({"limits": LIMITS.model_dump(), "ports": ports}))
+
+
+@pytest.fixture(scope="module")
+def server(served: ServeSettings, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("server")
+    launch = launch_of(served, render(served, folder / "models"), (), print)
+    with Server(launch, served.ports, folder / "log") as running:
+        running.wait_ready(print)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def grpc(server: Server) -> str:
+    return f"127.0.0.1:{server.ports.grpc}"
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> str:
+    return f"http://127.0.0.1:{server.ports.http}/v2/models"
+
+
+def question(prose: str, tokens: int, at: int = 0) -> list[dict[str, str]]:
+    body = prose[at : at + 4 * tokens]
+    middle = len(body) // 2
+    text = f"{body[:middle]} {FACT} {body[middle:]}"
+    return [{"role": "user", "content": f"{text}\n\nWhat is the secret number of the lighthouse?"}]
+
+
+def asked(prose: str, tokens: int, at: int = 0, **knobs: Any) -> dict[str, Any]:
+    """A request whose prompt is pruned."""
+    return {
+        "messages": json.dumps(question(prose, tokens, at)),
+        "specprefill": {**KNOBS, "keep": 0.3, **knobs},
+        "max_tokens": 16,
+    }
+
+
+def whole(url: str, values: dict[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
+    """A streamed answer joined, its report, and its pieces."""
+    pieces, report = [], None
+    for text, report in stream(url, values):  # noqa: B007
+        pieces.append(text)
+    assert report is not None
+    return "".join(pieces), report, pieces
+
+
+def metric(server: Server, name: str) -> float:
+    url = f"http://127.0.0.1:{server.ports.metrics}/metrics"
+    text = urllib.request.urlopen(url).read().decode()
+    found = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.M)
+    return float(found[0]) if found else 0.0
+
+
+def until(true: Any, seconds: float = 240.0) -> None:
+    """Wait for something that must become true; how long it takes is not the question."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_streamed_answer_holds_the_fact_and_is_the_librarys_own(
+    grpc: str, prose: str, smollm2: Any
+) -> None:
+    values = asked(prose, 900)
+    whole(grpc, {**values, "max_tokens": 2})  # the first request finds things to load
+    begin = time.time()
+    ttft, pieces, report = 0.0, [], None
+    for text, report in stream(grpc, values):  # noqa: B007
+        ttft = ttft or time.time() - begin
+        pieces.append(text)
+    own = SpecPrefill(TorchDraft(smollm2), TorchTarget(smollm2)).generate(
+        question(prose, 900), max_tokens=16, keep=0.3, **KNOBS
+    )
+    assert "7391846" in "".join(pieces)
+    assert "".join(pieces) == own.text
+    assert report is not None
+    assert report["reason"] == "pruned"
+    assert report["kept_tokens"] == own.plan.input_ids.size
+    assert len(pieces) > 4
+    # 23: the TTFT that is reported is the client's, draft and all, and the stages explain it.
+    stages = {k: v for k, v in report["stages"].items() if k != "decode"}
+    assert {"queue", "draft_queue", "draft_prefill", "target_queue", "target_prefill"} <= {*stages}
+    assert sum(stages.values()) == pytest.approx(report["ttft_s"], rel=0.05)
+    assert report["ttft_s"] <= ttft
+
+
+def test_every_way_to_ask_gives_the_same_answer_and_selection(
+    grpc: str, http: str, prose: str
+) -> None:
+    """12, 13: streamed or not, the same settings hold, and the response says which."""
+    values = asked(prose, 500, kept_spans=True)
+    text, streamed, _ = whole(grpc, values)
+    plain, report = infer(grpc, values)
+    assert plain == text
+    body = {**values, "specprefill": json.dumps(values["specprefill"])}
+    generated = json.loads(post(f"{http}/specprefill/generate", body))
+    assert generated["text_output"] == text
+    told = json.loads(generated["report"])
+    events = post(f"{http}/specprefill/generate_stream", {**body, "stream": True}).split("\n\n")
+    parts = [json.loads(event.removeprefix("data: ")) for event in events if event.strip()]
+    assert "".join(part["text_output"] for part in parts) == text
+    for one in (report, told):
+        for name in ("settings", "kept_spans", "kept_tokens", "reason", "keep_rate"):
+            assert one[name] == streamed[name]
+    assert streamed["settings"]["keep_rate"] == 0.3
+    assert streamed["settings"]["max_tokens"] == 16
+
+
+def post(url: str, body: dict[str, Any]) -> str:
+    return urllib.request.urlopen(url, json.dumps(body).encode()).read().decode()
+
+
+def test_a_seed_and_stop_texts_hold_over_the_wire(grpc: str, prose: str) -> None:
+    drawn = {**asked(prose, 200), "temperature": 1.5, "seed": 2**63 - 1, "top_k": 50, "top_p": 0.9}
+    assert whole(grpc, drawn)[0] == whole(grpc, drawn)[0]
+    text, _, _ = whole(grpc, asked(prose, 200))
+    stop = text.strip()[4:8]
+    cut, report, _ = whole(grpc, {**asked(prose, 200), "stop": [stop, "never said"]})
+    assert report["finish_reason"] == "stop"
+    assert cut == text[: text.index(stop)]
+
+
+def test_pruning_can_be_switched_off_and_short_prompts_are_left_alone(
+    grpc: str, prose: str
+) -> None:
+    off = {**asked(prose, 200), "specprefill": "off"}
+    assert whole(grpc, off)[1]["reason"] == "disabled"
+    short = {**asked(prose, 200), "specprefill": {"keep": 0.1}}
+    assert whole(grpc, short)[1]["reason"] == "below_threshold"
+
+
+WORDS = st.text(max_size=40) | st.just("\ud800") | st.just("x" * 1_000_000)
+NESTED = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+FIELDS = [*Settings.model_fields, "keep", "off", "protect", "kept_spans", "unknown"]
+MALFORMED = st.one_of(
+    st.fixed_dictionaries({"messages": NESTED.map(json.dumps) | WORDS}),
+    st.fixed_dictionaries({"text_input": WORDS, "messages": WORDS}),
+    st.fixed_dictionaries(
+        {
+            "text_input": st.just("two words"),
+            "specprefill": st.dictionaries(st.sampled_from(FIELDS), NESTED, min_size=1).map(
+                json.dumps
+            )
+            | WORDS,
+        }
+    ),
+    st.fixed_dictionaries(
+        {
+            "text_input": st.just("two words"),
+            "max_tokens": st.integers(-(2**31), 0) | st.just(2**31 - 1),
+        }
+    ),
+    st.fixed_dictionaries({"text_input": st.just("two words"), "temperature": st.floats(width=32)}),
+    st.fixed_dictionaries({"text_input": st.just("two words"), "top_p": st.floats(width=32)}),
+    st.fixed_dictionaries({"text_input": st.just("two words"), "stop": st.just([""])}),
+    st.just({}),
+)
+
+
+@given(values=MALFORMED)
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_malformed_request_is_an_error_to_its_client_alone(
+    grpc: str, server: Server, values: dict[str, Any]
+) -> None:
+    """20: nothing asked for is dropped without a word: it is done, or refused by name."""
+    raw = {
+        k: v.encode("utf-8", "surrogatepass") if isinstance(v, str) else v
+        for k, v in values.items()
+    }
+    try:
+        text, report = raw_infer(grpc, {"max_tokens": 1, **raw})
+    except RequestFailed as error:
+        assert "orchestrator: " in str(error) or "expected" in str(error)
+    else:
+        assert report["reason"]  # what came was fine after all
+    assert all(server.model_ready(m) for m in ("draft", "orchestrator", "target", "specprefill"))
+
+
+def raw_infer(url: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    import tritonclient.grpc as client
+
+    known = inputs_of({k: v for k, v in values.items() if not isinstance(v, (bytes, list))})
+    for name, value in values.items():
+        if isinstance(value, (bytes, list)):
+            texts = value if isinstance(value, list) else [value]
+            one = client.InferInput(name, [len(texts)], "BYTES")
+            as_bytes = [t if isinstance(t, bytes) else t.encode() for t in texts]
+            one.set_data_from_numpy(np.array(as_bytes, dtype=np.object_))
+            known.append(one)
+    connection = client.InferenceServerClient(url)
+    try:
+        result = connection.infer("specprefill_infer", known)
+    except client.InferenceServerException as error:
+        raise RequestFailed(str(error.message())) from None
+    return result.as_numpy("text_output")[0].decode(), json.loads(result.as_numpy("report")[0])
+
+
+def test_wrong_types_and_names_of_tensors_are_refused(http: str, server: Server) -> None:
+    for body in (
+        {"text_input": "two words", "max_tokens": "many"},
+        {"text_input": 5},
+        {"text_input": ["two", "texts"]},
+        {"prompt": "two words"},
+    ):
+        with pytest.raises(urllib.error.HTTPError):
+            post(f"{http}/specprefill/generate", body)
+    assert server.model_ready("specprefill")
+
+
+def test_requests_under_load_are_answered_as_if_alone(
+    grpc: str, server: Server, prose: str
+) -> None:
+    """64 at a time of 8: mixed lengths and settings, one in eight cancelled, one in eight bad."""
+    kinds = [
+        asked(prose, n, at, keep=k) | {"max_tokens": m}
+        for n, at, k, m in ((150, 0, 0.3, 6), (300, 5000, 0.5, 4), (220, 9000, 0.2, 8))
+    ]
+    kinds.append({**asked(prose, 120, 2000), "specprefill": "off", "max_tokens": 5})
+    alone = [whole(grpc, values)[0] for values in kinds]
+
+    def one(number: int) -> str:
+        values = kinds[number % 4]
+        if number % 8 == 3:
+            with pytest.raises(RequestFailed, match="orchestrator: keep_rate"):
+                whole(grpc, {**values, "specprefill": {"keep": 1.5}})
+            return alone[number % 4]
+        if number % 8 == 6:
+            answer = stream(grpc, {**values, "max_tokens": 500})
+            next(answer)
+            answer.close()
+            return alone[number % 4]
+        return whole(grpc, values)[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(one, range(64)))
+    assert answers == alone * 16
+    until(lambda: metric(server, "specprefill_requests_inside") == 0)
+
+
+def test_a_client_that_goes_away_frees_its_place_and_stops_the_work(
+    grpc: str, server: Server, prose: str
+) -> None:
+    """21: and the same request sent again is answered."""
+    values = {**asked(prose, 150), "max_tokens": 7000}
+    answer = stream(grpc, values)
+    next(answer)
+    assert metric(server, "specprefill_requests_inside") == 1
+    answer.close()  # thousands of tokens before its end
+    until(lambda: metric(server, "specprefill_requests_inside") == 0)
+    again, _, _ = whole(grpc, {**values, "max_tokens": 6})
+    assert again
+
+
+def test_more_requests_than_fit_are_refused_at_once(grpc: str, server: Server, prose: str) -> None:
+    values = {**asked(prose, 150), "max_tokens": 7000}
+    held = [stream(grpc, values) for _ in range(LIMITS.requests)]
+    with ThreadPoolExecutor(len(held)) as pool:
+        starts = [pool.submit(next, answer) for answer in held]
+        until(lambda: metric(server, "specprefill_requests_inside") == LIMITS.requests)
+        with pytest.raises(RequestFailed, match=f"overloaded: {LIMITS.requests} requests"):
+            whole(grpc, values)
+        # Two are answered in turn; the others never start before their clients go.
+        done = [i for i in range(len(held)) if i in {starts.index(s) for s in first(starts, 2)}]
+        assert len(done) == 2
+        for i in done:
+            held[i].close()
+        for i, answer in enumerate(held):
+            if i not in done:
+                starts[i].result()
+                answer.close()
+    until(lambda: metric(server, "specprefill_requests_inside") == 0)
+
+
+def first(futures: list[Any], count: int) -> list[Any]:
+    until(lambda: sum(f.done() for f in futures) >= count)
+    return [f for f in futures if f.done()][:count]
+
+
+def test_without_its_draft_the_server_answers_in_full_and_prunes_again_later(
+    grpc: str, server: Server, prose: str
+) -> None:
+    values = asked(prose, 300)
+    expected, report, _ = whole(grpc, values)
+    assert report["reason"] == "pruned"
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(whole, grpc, asked(prose, 3000))
+        time.sleep(0.5)  # somewhere in the middle; wherever it is, the outcome is one of two
+        os.kill(process_of("draft"), signal.SIGKILL)
+        _, report, _ = answer.result()
+    assert report["reason"] in ("draft_failed", "pruned")
+    try:
+        _, report, _ = whole(grpc, {**values, "specprefill": {**KNOBS, "strict": True}})
+        assert report["reason"] == "pruned"  # it was back already
+    except RequestFailed as error:
+        assert "draft" in str(error)
+    until(lambda: whole(grpc, values)[1]["reason"] == "pruned")
+    assert whole(grpc, values)[0] == expected
+
+
+def process_of(model: str) -> int:
+    """The process of a Python model: Triton names its model folder on the command line."""
+    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
+    lines = [line.split(None, 1) for line in listed.stdout.splitlines()]
+    return next(
+        int(pid) for pid, args in lines if "backend_stub" in args and f"models/{model}/1" in args
+    )
+
+
+def test_the_time_a_draft_may_take_grows_with_the_prompt() -> None:
+    """24: a fixed time-out gives up on just the prompts that need pruning most."""
+    limits = Limits(draft_timeout=10, draft_timeout_per_1000_tokens=5)
+    assert limits.draft_seconds(0) == 10
+    assert limits.draft_seconds(64_000) == 330
+
+
+def test_the_server_counts_what_it_does(grpc: str, server: Server, prose: str) -> None:
+    name = 'specprefill_requests_total{reason="pruned"}'
+    before = metric(server, name), metric(server, "specprefill_tokens_saved_total")
+    _, report, _ = whole(grpc, asked(prose, 200))
+    assert metric(server, name) == before[0] + 1
+    saved = report["prompt_tokens"] - report["kept_tokens"]
+    assert metric(server, "specprefill_tokens_saved_total") == before[1] + saved
+    for family in ("keep_rate", "draft_seconds", "ttft_seconds", "target_prefill_seconds"):
+        assert metric(server, f"specprefill_{family}_count") > 0
+
+
+def test_a_port_in_use_is_named(served: ServeSettings, server: Server, tmp_path: Path) -> None:
+    launch = launch_of(served, render(served, tmp_path / "models"), (), print)
+    with pytest.raises(InputError, match=r"ports\.http"):
+        Server(launch, served.ports, tmp_path / "log")
+
+
+def test_serve_prints_its_endpoints_and_stops_on_a_signal(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trtllm_specprefill.cli", "serve", "--repository"]
+    ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics")]
+    with subprocess.Popen(
+        [*command, str(tmp_path), *ports], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        line = ""
+        while "metrics" not in line:
+            line = running.stdout.readline()
+            assert line
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 0
+    assert (tmp_path / "models" / "specprefill" / "config.pbtxt").is_file()
