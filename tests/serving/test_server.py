@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -44,12 +46,13 @@ def served() -> ServeSettings:
 
 
 @pytest.fixture(scope="module")
-def server(served: ServeSettings, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("server")
-    launch = launch_of(served, render(served, folder / "models"), (), print)
+def server(served: ServeSettings) -> Any:
+    folder = Path(tempfile.mkdtemp(prefix="specprefill-"))  # short: it holds sockets
+    launch = launch_of(served, render(served, folder), (), print)
     with Server(launch, served.ports, folder / "log") as running:
         running.wait_ready(print)
         yield running
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
@@ -216,9 +219,9 @@ def test_a_malformed_request_is_an_error_to_its_client_alone(
         for k, v in values.items()
     }
     try:
-        text, report = raw_infer(grpc, {"max_tokens": 1, **raw})
+        _, report = raw_infer(grpc, {"max_tokens": 1, **raw})
     except RequestFailed as error:
-        assert "orchestrator: " in str(error) or "expected" in str(error)
+        assert re.search("orchestrator: |expected", str(error))  # noqa: PT017  either may happen
     else:
         assert report["reason"]  # what came was fine after all
     assert all(server.model_ready(m) for m in ("draft", "orchestrator", "target", "specprefill"))
@@ -340,7 +343,7 @@ def test_without_its_draft_the_server_answers_in_full_and_prunes_again_later(
         _, report, _ = whole(grpc, {**values, "specprefill": {**KNOBS, "strict": True}})
         assert report["reason"] == "pruned"  # it was back already
     except RequestFailed as error:
-        assert "draft" in str(error)
+        assert "draft" in str(error)  # noqa: PT017  either may happen
     until(lambda: whole(grpc, values)[1]["reason"] == "pruned")
     assert whole(grpc, values)[0] == expected
 
@@ -373,7 +376,7 @@ def test_the_server_counts_what_it_does(grpc: str, server: Server, prose: str) -
 
 
 def test_a_port_in_use_is_named(served: ServeSettings, server: Server, tmp_path: Path) -> None:
-    launch = launch_of(served, render(served, tmp_path / "models"), (), print)
+    launch = launch_of(served, render(served, tmp_path), (), print)
     with pytest.raises(InputError, match=r"ports\.http"):
         Server(launch, served.ports, tmp_path / "log")
 

@@ -1,6 +1,7 @@
 """`draft`: token ids in, importance out. Everything it does is `serving.workers`."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -8,48 +9,42 @@ import triton_python_backend_utils as pb
 
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.models import load_model
+from trtllm_specprefill.serving.control import listen
 from trtllm_specprefill.serving.orchestrator import importance_tensors
 from trtllm_specprefill.serving.settings import ServeSettings
 from trtllm_specprefill.serving.wire import read_json
-from trtllm_specprefill.serving.workers import Scoring, ScoringWorker
+from trtllm_specprefill.serving.workers import ScoringWorker
 from trtllm_specprefill.settings import Settings
-
-_FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class TritonPythonModel:
     """Triton's entry point."""
 
     def initialize(self, args):
-        """Load the draft; its thread starts."""
+        """Load the draft."""
         parameters = json.loads(args["model_config"])["parameters"]
         own = ServeSettings.of(json.loads(parameters["settings"]["string_value"])).draft
         if own.threads:
             torch.set_num_threads(own.threads)
         self.worker = ScoringWorker(TorchDraft(load_model(own.model, own.dtype, own.device)))
+        listen(Path(parameters["control"]["string_value"]), "draft", self._told)
 
     def execute(self, requests):
-        """Hand prompts to the thread, cancellations past it."""
-        for request in requests:
-            sender = request.get_response_sender()
-            wanted = read_json(pb.get_input_tensor_by_name(request, "request").as_numpy())
-            if wanted.get("cancel"):
-                self.worker.cancel(wanted["id"])
-                sender.send(flags=_FINAL)
-                continue
-            question = wanted["question"]
-            self.worker.submit(
-                Scoring(
-                    wanted["id"],
-                    pb.get_input_tensor_by_name(request, "input_ids").as_numpy(),
-                    None if question is None else np.array(question, dtype=np.int64),
-                    Settings.of(**wanted["settings"]),
-                    wanted["timeout"],
-                    lambda result, waited, sender=sender: _reply(sender, result, waited),
-                )
-            )
+        """Score one prompt after the other."""
+        return [self._score(request) for request in requests]
 
+    def _score(self, request):
+        wanted = read_json(pb.get_input_tensor_by_name(request, "request").as_numpy())
+        question = wanted["question"]
+        result = self.worker.score(
+            wanted["id"],
+            pb.get_input_tensor_by_name(request, "input_ids").as_numpy(),
+            None if question is None else np.array(question, dtype=np.int64),
+            Settings.of(**wanted["settings"]),
+            wanted["timeout"],
+        )
+        return pb.InferenceResponse([pb.Tensor(*t) for t in importance_tensors(result).items()])
 
-def _reply(sender, result, waited):
-    tensors = importance_tensors(result, waited).items()
-    sender.send(pb.InferenceResponse([pb.Tensor(*item) for item in tensors]), flags=_FINAL)
+    def _told(self, message):
+        self.worker.cancel(message["id"])
+        return {}

@@ -9,19 +9,22 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import triton_python_backend_utils as pb
 
-from trtllm_specprefill.errors import Cancelled, SpecPrefillError, TargetFailed
+from trtllm_specprefill.errors import Cancelled, DraftFailed, SpecPrefillError
+from trtllm_specprefill.serving.control import tell
 from trtllm_specprefill.serving.metrics import OrchestratorMetrics
 from trtllm_specprefill.serving.orchestrator import (
     InFlight,
     Orchestrator,
-    message_tensors,
     plan_tensors,
+    presence_tensors,
 )
 from trtllm_specprefill.serving.settings import ServeSettings
-from trtllm_specprefill.serving.wire import INPUTS, read_json, read_request
+from trtllm_specprefill.serving.wire import INPUTS, read_request
 
 _FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -34,7 +37,8 @@ class TritonPythonModel:
         parameters = json.loads(args["model_config"])["parameters"]
         self.settings = ServeSettings.of(json.loads(parameters["settings"]["string_value"]))
         self.limits, self.metrics = self.settings.limits, OrchestratorMetrics(pb)
-        self.orchestrator = Orchestrator(self.settings, ask)
+        self.tell = partial(tell, Path(parameters["control"]["string_value"]))
+        self.orchestrator = Orchestrator(self.settings, _score, self.tell)
         self.threads = ThreadPoolExecutor(self.limits.requests, "request")
         self.inside = {}
         threading.Thread(target=self._signs_of_life, daemon=True).start()
@@ -81,7 +85,7 @@ class TritonPythonModel:
     def _state(self, request_id, seconds):
         message = {"message": "wait", "id": request_id, "seconds": seconds}
         try:
-            return read_json(ask("target", message_tensors(message))["report"])["state"]
+            return self.tell("target", message)["state"]
         except SpecPrefillError:
             return "down"
 
@@ -89,7 +93,7 @@ class TritonPythonModel:
         while True:
             time.sleep(self.limits.presence)
             for entry in list(self.inside.values()):
-                entry.send(message_tensors({"message": "present", "id": entry.id}))
+                entry.send(presence_tensors(entry.id))
                 if not entry.planned:
                     entry.gone = self._state(entry.id, 0) == "gone"
 
@@ -123,17 +127,13 @@ def _fail(sender, words):
     sender.send(pb.InferenceResponse(error=error), flags=_FINAL)
 
 
-def ask(model, inputs):
-    """Call another model of the server; see `serving.orchestrator.Ask`."""
-    names = ["importance", "report"] if model == "draft" else ["text_output", "report"]
-    call = pb.InferenceRequest(
-        model_name=model,
-        requested_output_names=names,
+def _score(inputs):
+    """Call the draft; see `serving.orchestrator.Score`."""
+    response = pb.InferenceRequest(
+        model_name="draft",
+        requested_output_names=["importance", "report"],
         inputs=[pb.Tensor(*item) for item in inputs.items()],
-    )
-    outputs = {}
-    for response in call.exec(decoupled=True):
-        if response.has_error():
-            raise TargetFailed(f"{model}: {response.error().message()}")
-        outputs |= {t.name(): t.as_numpy() for t in response.output_tensors()}
-    return outputs
+    ).exec()
+    if response.has_error():
+        raise DraftFailed(response.error().message())
+    return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}

@@ -1,20 +1,20 @@
 """`target`: a plan in, text out. Everything it does is `serving.workers`.
 
-Besides plans it gets messages: `facts` and `wait` from the orchestrator, and through the
-ensemble signs of life of running requests. Triton tells a step of an ensemble of its client's
-cancellation only when the step is scheduled, so each sign of life that comes in cancelled
-is how a running answer learns that nobody reads it any more.
+Beside plans it gets, through the ensemble, signs of life of running requests. Triton tells a
+step of an ensemble of its client's cancellation only when the step is scheduled, so a sign of
+life that comes in cancelled is how a running answer learns that nobody reads it any more.
 """
 
 import json
-import threading
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 import triton_python_backend_utils as pb
 
 from trtllm_specprefill.models import load_model
 from trtllm_specprefill.plan import PrunePlan, Reason
+from trtllm_specprefill.serving.control import listen
 from trtllm_specprefill.serving.metrics import TargetMetrics
 from trtllm_specprefill.serving.settings import ServeSettings
 from trtllm_specprefill.serving.wire import json_tensor, read_json, text_tensor
@@ -39,28 +39,25 @@ class TritonPythonModel:
         self.facts = asdict(target.position_support)
         self.worker = AnsweringWorker(target, settings.limits.answers)
         self.metrics = TargetMetrics(pb)
+        listen(Path(parameters["control"]["string_value"]), "target", self._told)
 
     def execute(self, requests):
-        """Hand plans to the thread, messages past it."""
+        """Hand plans to the thread, signs of life past it."""
         for request in requests:
             sender = request.get_response_sender()
             wanted = read_json(pb.get_input_tensor_by_name(request, "request").as_numpy())
-            message = wanted.get("message")
-            if message == "facts":
-                _send(sender, "", self.facts)
-            elif message == "wait":
-                waiting = (sender, wanted["id"], wanted["seconds"])
-                threading.Thread(target=self._wait, args=waiting, daemon=True).start()
-            elif request.is_cancelled():
+            if request.is_cancelled():
                 self.worker.cancel(wanted["id"])
                 sender.send(flags=_FINAL)
-            elif message == "present":
+            elif wanted.get("present"):
                 sender.send(flags=_FINAL)
             else:
                 self.worker.submit(self._answer(request, wanted, sender))
 
-    def _wait(self, sender, request_id, seconds):
-        _send(sender, "", {"state": self.worker.wait(request_id, seconds)})
+    def _told(self, message):
+        if message["message"] == "facts":
+            return self.facts
+        return {"state": self.worker.wait(message["id"], message["seconds"])}
 
     def _answer(self, request, wanted, sender):
         def tensor(name):

@@ -60,7 +60,7 @@ def serve(
     kept = repository is not None or dry_run
     folder = Path(repository) if repository else Path(tempfile.mkdtemp(prefix="specprefill-"))
     try:
-        launch = launch_of(settings, render(settings, folder / "models"), triton_option or (), _say)
+        launch = launch_of(settings, render(settings, folder), triton_option or (), _say)
         if dry_run:
             print(launch.line())
             return

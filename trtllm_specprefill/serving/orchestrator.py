@@ -26,6 +26,7 @@ from trtllm_specprefill.errors import (
     DraftFailed,
     DraftTimeout,
     SpecPrefillError,
+    TargetFailed,
 )
 from trtllm_specprefill.importance import Importance
 from trtllm_specprefill.models import load_config, load_tokenizer
@@ -37,9 +38,11 @@ from trtllm_specprefill.serving.wire import Request, json_tensor, read_json
 from trtllm_specprefill.settings import Sampling, Settings
 from trtllm_specprefill.target.base import Step, Target
 
-Ask = Callable[[str, dict[str, NDArray[Any]]], dict[str, NDArray[Any]]]
-"""Calls a model of the server by name: input tensors in, output tensors out; raises
-`SpecPrefillError` when the model is down or answers with an error. Blocks."""
+Score = Callable[[dict[str, NDArray[Any]]], dict[str, NDArray[Any]]]
+"""Calls the `draft` model: input tensors in, output tensors out; raises `DraftFailed` when it is
+down or answers with an error. Blocks."""
+Tell = Callable[[str, dict[str, Any]], dict[str, Any]]
+"""Sends a model a message past Triton; see `serving.control.tell`."""
 
 _POLL = 0.02  # seconds between two looks at whether the client is still there
 _FAILURES: dict[str, type[DraftFailed]] = {
@@ -65,8 +68,8 @@ class RemoteDraft(ReadingDraft):
     draft's queue; the draft itself gives up after its own.
     """
 
-    def __init__(self, model: str, ask: Ask, limits: Limits) -> None:
-        self.name, self._ask, self._limits = model, ask, limits
+    def __init__(self, model: str, score: Score, tell: Tell, limits: Limits) -> None:
+        self.name, self._score, self._tell, self._limits = model, score, tell, limits
         self.tokenizer = load_tokenizer(model)
         self.config = load_config(model)
         self.context_length = int(self.config.max_position_embeddings)
@@ -83,29 +86,21 @@ class RemoteDraft(ReadingDraft):
         request = _in_flight.get()
         timeout = self._limits.draft_seconds(ids.size)
         self._ahead.append(timeout)
+        wanted = {
+            "id": request.request_id,
+            "settings": settings.model_dump(),
+            "question": None if question is None else question.tolist(),
+            "timeout": timeout,
+        }
+        begin = time.perf_counter()
         try:
-            outputs = self._wait(
-                self._calls.submit(
-                    self._ask,
-                    "draft",
-                    {
-                        "input_ids": ids,
-                        "request": json_tensor(
-                            {
-                                "id": request.request_id,
-                                "settings": settings.model_dump(exclude_unset=False),
-                                "question": None if question is None else question.tolist(),
-                                "timeout": timeout,
-                            }
-                        ),
-                    },
-                ),
-                request,
-                sum(self._ahead),
+            call = self._calls.submit(
+                self._score, {"input_ids": ids, "request": json_tensor(wanted)}
             )
+            outputs = self._wait(call, request, sum(self._ahead))
         finally:
             self._ahead.remove(timeout)
-        return read_importance(outputs)
+        return read_importance(outputs, time.perf_counter() - begin)
 
     def _wait(
         self, call: Future[dict[str, NDArray[Any]]], request: InFlight, seconds: float
@@ -116,21 +111,14 @@ class RemoteDraft(ReadingDraft):
                 return call.result(_POLL)
             gone = request.is_gone()
             if gone or time.monotonic() > deadline:
-                self._calls.submit(self._ask, "draft", cancelling(request.request_id))
+                with suppress(TargetFailed):
+                    self._tell("draft", {"message": "cancel", "id": request.request_id})
                 if gone:
                     raise Cancelled
                 raise DraftTimeout(f"no answer within {seconds:.1f} s")
 
 
-def cancelling(request_id: str) -> dict[str, NDArray[Any]]:
-    """The inputs that tell the `draft` model that nobody waits for this request."""
-    nothing = np.zeros(1, dtype=np.int32)
-    return {"input_ids": nothing, "request": json_tensor({"id": request_id, "cancel": True})}
-
-
-def importance_tensors(
-    result: Importance | SpecPrefillError, waited: float
-) -> dict[str, NDArray[Any]]:
+def importance_tensors(result: Importance | SpecPrefillError) -> dict[str, NDArray[Any]]:
     """The `draft` model's outputs: `importance` float32 `[N]` and `report`, or what went wrong."""
     if isinstance(result, SpecPrefillError):
         report: dict[str, Any] = {"failed": type(result).__name__, "message": str(result)}
@@ -142,32 +130,35 @@ def importance_tensors(
         "heads": result.heads,
         "layers": list(result.layers),
         "seconds": result.seconds,
-        "waited": waited,
     }
     return {"importance": result.scores, "report": json_tensor(report)}
 
 
-def read_importance(outputs: dict[str, NDArray[Any]]) -> Importance:
-    """The `draft` model's outputs as a value, or the error they carry, raised."""
+def read_importance(outputs: dict[str, NDArray[Any]], elapsed: float) -> Importance:
+    """The `draft` model's outputs as a value, or the error they carry, raised.
+
+    elapsed: seconds the call took; what the draft did not spend on it is its queue's.
+    """
     report = read_json(outputs["report"])
     if "failed" in report:
         if "fields" in report:
             raise ContextTooLong(*report["fields"])
         raise _FAILURES.get(report["failed"], DraftFailed)(report["message"])
+    seconds = report["seconds"]
     return Importance(
         outputs["importance"],
         report["queries"],
         report["heads"],
         tuple(report["layers"]),
-        {"draft_queue": report["waited"], **report["seconds"]},
+        {"draft_queue": max(elapsed - sum(seconds.values()), 0.0), **seconds},
     )
 
 
 class _KnownTarget(Target):
     """What must be known of the target to plan for it; the `target` model has the weights."""
 
-    def __init__(self, model: str, ask: Ask) -> None:
-        self.name, self._ask = model, ask
+    def __init__(self, model: str, tell: Tell) -> None:
+        self.name, self._tell = model, tell
         self.tokenizer = load_tokenizer(model)
         self._config = load_config(model)
         self._support: PositionSupport | None = None
@@ -176,8 +167,7 @@ class _KnownTarget(Target):
     def position_support(self) -> PositionSupport:  # type: ignore[override]
         """As the `target` model found it out of itself at load; asked for once."""
         if self._support is None:
-            told = self._ask("target", message_tensors({"message": "facts"}))["report"]
-            self._support = PositionSupport(**read_json(told))
+            self._support = PositionSupport(**self._tell("target", {"message": "facts"}))
         return self._support
 
     def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
@@ -188,12 +178,12 @@ class _KnownTarget(Target):
 
 
 class Orchestrator:
-    """Plans requests as `SpecPrefill` does, with draft and target behind `ask`."""
+    """Plans requests as `SpecPrefill` does, with draft and target in other processes."""
 
-    def __init__(self, settings: ServeSettings, ask: Ask) -> None:
+    def __init__(self, settings: ServeSettings, score: Score, tell: Tell) -> None:
         """Load the two tokenizers; the other models are not asked before the first request."""
-        draft = RemoteDraft(settings.draft.model, ask, settings.limits)
-        self._pipeline = SpecPrefill(draft, _KnownTarget(settings.target.model, ask))
+        draft = RemoteDraft(settings.draft.model, score, tell, settings.limits)
+        self._pipeline = SpecPrefill(draft, _KnownTarget(settings.target.model, tell))
         self._settings = settings
 
     def plan(self, request: Request, in_flight: InFlight, waited: float) -> Planned:
@@ -248,13 +238,13 @@ def plan_tensors(
     }
 
 
-def message_tensors(message: dict[str, Any]) -> dict[str, NDArray[Any]]:
-    """The same outputs, for a message to the `target` model that carries no plan."""
+def presence_tensors(request_id: str) -> dict[str, NDArray[Any]]:
+    """The same outputs as a sign of life of a request: no plan, but its id."""
     nothing = np.zeros(1, dtype=np.int32)
     return {
         "input_ids": nothing,
         "position_ids": nothing,
         "next_position": nothing,
-        "request": json_tensor(message),
+        "request": json_tensor({"id": request_id, "present": True}),
         "report": json_tensor({}),
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from trtllm_specprefill.serving.control import check_folder
 from trtllm_specprefill.serving.settings import ServeSettings
 from trtllm_specprefill.serving.wire import INPUTS
 
@@ -17,11 +18,19 @@ MODELS = ("draft", "target", "orchestrator", "specprefill", "specprefill_infer")
 _HANDED = ("input_ids", "position_ids", "next_position", "request", "report")
 
 
-def render(settings: ServeSettings, out: Path) -> Path:
-    """Write the repository to the folder `out`, each model anew, and return it."""
+def render(settings: ServeSettings, folder: Path) -> Path:
+    """Write the repository to `folder`/models, each model anew, and return it.
+
+    The models' sockets will be in `folder`/control. Raises `InputError` for a path too long.
+    """
+    out, control = folder / "models", (folder / "control").absolute()
+    check_folder(control)
+    control.mkdir(parents=True, exist_ok=True)
+    control.chmod(0o700)
     values = {
         # A string in protobuf's text form may be written as JSON writes it.
         "settings": json.dumps(settings.model_dump_json(exclude_defaults=True)),
+        "control": json.dumps(str(control)),
         "inputs": [(name, kind, many) for name, (kind, many) in INPUTS.items()],
         "handed": _HANDED,
         "infer_instances": settings.infer_instances,

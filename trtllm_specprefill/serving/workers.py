@@ -1,7 +1,7 @@
-"""What runs inside the `draft` and the `target` model: one thread each, which owns the weights.
+"""What runs inside the `draft` and the `target` model.
 
-Requests come from Triton's thread and are answered from ours, so that a model can be told of a
-client that has gone while it works. A pass over a long prompt looks up before every layer.
+Both can be told, while they work, of a client that has gone: a pass over a long prompt looks up
+before every layer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -46,68 +45,46 @@ class _Gone:
         return request_id in self._ids
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """One prompt to score.
-
-    ids: int32 `[N]`. question: token indices that ask, or None. timeout: seconds of scoring,
-    the wait before it not counted. reply: called once, with the importance and the seconds
-    waited, or with what went wrong; not called when the request was cancelled.
-    """
-
-    request_id: str
-    ids: NDArray[np.int32]
-    question: NDArray[np.int64] | None
-    settings: Settings
-    timeout: float
-    reply: Callable[[Importance | SpecPrefillError, float], None]
-    came: float = field(default_factory=time.perf_counter)
-
-
 class ScoringWorker:
     """Scores prompts one after the other: a long one fills the device by itself."""
 
     def __init__(self, draft: Draft) -> None:
-        self._draft = draft
-        self._jobs: SimpleQueue[Scoring] = SimpleQueue()
-        self._gone = _Gone()
-        threading.Thread(target=self._run, name="scoring", daemon=True).start()
-
-    def submit(self, job: Scoring) -> None:
-        """Take a job; its `reply` is called from the worker's thread."""
-        self._jobs.put(job)
+        self._draft, self._gone = draft, _Gone()
 
     def cancel(self, request_id: str) -> None:
-        """Stop the job of this id, running, waiting or still to come."""
+        """Stop scoring for this request, now or when its turn comes."""
         self._gone.add(request_id)
 
-    def _run(self) -> None:
-        while True:
-            job = self._jobs.get()
-            waited = time.perf_counter() - job.came
-            result: Importance | SpecPrefillError
-            try:
-                result = self._score(job)
-            except Cancelled:
-                result = DraftFailed("cancelled")
-            except SpecPrefillError as error:
-                result = error
-            except Exception as error:  # whatever it raises, the next request is untouched
-                result = DraftFailed(f"{type(error).__name__}: {error}")
-            job.reply(result, waited)
+    def score(
+        self,
+        request_id: str,
+        ids: NDArray[np.int32],
+        question: NDArray[np.int64] | None,
+        settings: Settings,
+        timeout: float,
+    ) -> Importance | SpecPrefillError:
+        """The importance of `ids`, or why there is none.
 
-    def _score(self, job: Scoring) -> Importance:
-        deadline = time.perf_counter() + job.timeout
+        timeout: seconds it may take; `DraftTimeout` after that.
+        """
+        deadline = time.monotonic() + timeout
 
         def check() -> None:
-            if job.request_id in self._gone:
+            if request_id in self._gone:
                 raise Cancelled
-            if time.perf_counter() > deadline:
-                raise DraftTimeout(f"scoring took longer than {job.timeout:.1f} s")
+            if time.monotonic() > deadline:
+                raise DraftTimeout(f"scoring took longer than {timeout:.1f} s")
 
-        check()
-        with interruptible(check):
-            return self._draft.score(job.ids, job.settings, job.question)
+        try:
+            check()
+            with interruptible(check):
+                return self._draft.score(ids, settings, question)
+        except Cancelled:
+            return DraftFailed("cancelled")
+        except SpecPrefillError as error:
+            return error
+        except Exception as error:  # whatever it raises, the next request is untouched
+            return DraftFailed(f"{type(error).__name__}: {error}")
 
 
 @dataclass
