@@ -1,0 +1,335 @@
+"""What the models of the server do, without a server."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trtllm_specprefill.errors import (
+    Cancelled,
+    ContextTooLong,
+    DegenerateScores,
+    DraftFailed,
+    DraftTimeout,
+    InputError,
+    SpecPrefillError,
+    TargetFailed,
+)
+from trtllm_specprefill.forward import _check
+from trtllm_specprefill.importance import Importance
+from trtllm_specprefill.plan import PrunePlan, Reason
+from trtllm_specprefill.serving.control import check_folder, listen, tell
+from trtllm_specprefill.serving.orchestrator import importance_tensors, read_importance
+from trtllm_specprefill.serving.settings import ServeSettings
+from trtllm_specprefill.serving.wire import read_request, text_tensor
+from trtllm_specprefill.serving.workers import Answer, AnsweringWorker, ScoringWorker
+from trtllm_specprefill.settings import Sampling, Settings
+from trtllm_specprefill.target.base import Step
+
+
+class CountingTarget:
+    """Answers with numbers; between two steps it looks up as a model does between layers."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.order: list[tuple[int, int]] = []
+        self.closed = 0
+
+    def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
+        try:
+            for count in range(1, sampling.max_tokens + 1):
+                while not self.gate.wait(0.01):
+                    look_up()
+                look_up()
+                if int(plan.input_ids[0]) == 13:
+                    raise TargetFailed("out of memory")
+                if int(plan.input_ids[0]) == 14:
+                    raise RuntimeError("a bug")
+                self.order.append((int(plan.input_ids[0]), count))
+                last = count == sampling.max_tokens
+                yield Step(f"{count} ", (count,), "length" if last else None)
+        finally:
+            self.closed += 1
+
+
+def look_up() -> None:
+    check = _check.get()
+    if check is not None:
+        check()
+
+
+class Client:
+    """What one client saw."""
+
+    def __init__(self, key: int, tokens: int, streamed: bool = True) -> None:
+        ids = np.array([key, 5], dtype=np.int32)
+        plan = PrunePlan(ids, np.arange(2, dtype=np.int32), 2, "original", 2, Reason.DISABLED)
+        self.texts: list[str] = []
+        self.report: dict[str, Any] | None = None
+        self.error: str | None = None
+        self.ended = threading.Event()
+        now = time.time()
+        self.job = Answer(
+            f"request {key}",
+            plan,
+            Sampling(max_tokens=tokens),
+            streamed,
+            {"stages": {"queue": 0.0}},
+            now,
+            now,
+            self._took,
+            self._failed,
+        )
+
+    def _took(self, text: str, report: dict[str, Any] | None) -> None:
+        self.texts.append(text)
+        if report is not None:
+            self.report = report
+            self.ended.set()
+
+    def _failed(self, words: str) -> None:
+        self.error = words
+        self.ended.set()
+
+
+def test_answers_take_turns_and_later_ones_wait_in_order() -> None:
+    target = CountingTarget()
+    worker = AnsweringWorker(target, answers=2)  # type: ignore[arg-type]
+    target.gate.clear()
+    clients = [Client(key, 4) for key in (1, 2, 3)]
+    for client in clients:
+        worker.submit(client.job)
+    target.gate.set()
+    assert all(client.ended.wait(30) for client in clients)
+    assert [c.texts for c in clients] == [["1 ", "2 ", "3 ", "4 "]] * 3
+    firsts = [key for key, count in target.order if count == 1]
+    assert firsts == [1, 2, 3]
+    assert target.order.index((3, 1)) > target.order.index((1, 4))
+    assert target.order.index((2, 2)) < target.order.index((1, 4))
+    assert target.closed == 3
+
+
+def test_one_response_holds_the_whole_answer_and_its_report() -> None:
+    worker = AnsweringWorker(CountingTarget(), answers=1)  # type: ignore[arg-type]
+    client = Client(1, 3, streamed=False)
+    worker.submit(client.job)
+    assert client.ended.wait(30)
+    assert client.texts == ["1 2 3 "]
+    assert client.report is not None
+    assert client.report["output_tokens"] == 3
+    assert client.report["finish_reason"] == "length"
+    assert {"queue", "target_queue", "target_prefill", "decode"} == {*client.report["stages"]}
+
+
+@pytest.mark.parametrize("key", [13, 14])
+def test_a_failing_answer_leaves_the_others_alone(key: int) -> None:
+    worker = AnsweringWorker(CountingTarget(), answers=3)  # type: ignore[arg-type]
+    clients = [Client(1, 3), Client(key, 3), Client(2, 3)]
+    for client in clients:
+        worker.submit(client.job)
+    assert all(client.ended.wait(30) for client in clients)
+    assert "out of memory" in (clients[1].error or "") or "a bug" in (clients[1].error or "")
+    assert [clients[0].texts, clients[2].texts] == [["1 ", "2 ", "3 "]] * 2
+
+
+@pytest.mark.parametrize("moment", ["before", "waiting", "inside a pass"])
+def test_a_cancelled_answer_ends_wherever_it_is(moment: str) -> None:
+    target = CountingTarget()
+    worker = AnsweringWorker(target, answers=1)  # type: ignore[arg-type]
+    target.gate.clear()
+    running, client = Client(1, 2), Client(2, 2)
+    if moment == "before":
+        worker.cancel(client.job.request_id)
+    if moment != "inside a pass":
+        worker.submit(running.job)
+    worker.submit(client.job)
+    assert worker.wait(client.job.request_id, 0) in ("running", "gone")
+    worker.cancel(client.job.request_id)
+    target.gate.set()
+    while worker.wait(client.job.request_id, 0.05) == "running":
+        pass
+    assert worker.wait(client.job.request_id, 0) == "gone"
+    after = Client(3, 2)
+    worker.submit(after.job)
+    assert after.ended.wait(30)
+    assert client.texts == []
+    assert worker.wait("request 3", 30) == "done"
+
+
+class ScriptedDraft:
+    """Scores, fails or takes its time, as told."""
+
+    def __init__(self, script: Any) -> None:
+        self.script = script
+
+    def score(self, ids: Any, settings: Any, question: Any) -> Importance:
+        result: Importance = self.script(ids)
+        return result
+
+
+def scored(worker: ScoringWorker, timeout: float = 60.0) -> Any:
+    return worker.score("one", np.arange(5, dtype=np.int32), None, Settings(), timeout)
+
+
+def forever(ids: Any) -> Any:
+    while True:
+        look_up()
+        time.sleep(0.005)
+
+
+def raising(error: BaseException) -> Any:
+    def script(ids: Any) -> Any:
+        raise error
+
+    return script
+
+
+def test_scoring_ends_at_its_deadline_or_when_its_client_has_gone() -> None:
+    worker = ScoringWorker(ScriptedDraft(forever))  # type: ignore[arg-type]
+    assert isinstance(scored(worker, 0.05), DraftTimeout)
+    threading.Timer(0.05, worker.cancel, ("one",)).start()
+    result = scored(worker)
+    assert isinstance(result, DraftFailed)
+    assert "cancelled" in str(result)
+
+
+ERRORS: list[SpecPrefillError] = [
+    DraftFailed("no layer"),
+    DegenerateScores("all zero"),
+    DraftTimeout("too slow"),
+    ContextTooLong("prompt", "9 tokens", "at most 8"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_what_went_wrong_crosses_the_wire_as_itself(error: SpecPrefillError) -> None:
+    result = scored(ScoringWorker(ScriptedDraft(raising(error))))  # type: ignore[arg-type]
+    with pytest.raises(type(error)) as caught:
+        read_importance(importance_tensors(result), 0.0)
+    assert type(caught.value) is type(error)
+
+
+def test_a_bug_in_the_draft_is_a_failed_draft() -> None:
+    result = scored(ScoringWorker(ScriptedDraft(raising(KeyError("x")))))  # type: ignore[arg-type]
+    with pytest.raises(DraftFailed, match="KeyError"):
+        read_importance(importance_tensors(result), 0.0)
+
+
+def test_importance_crosses_the_wire_unchanged() -> None:
+    scores = np.random.default_rng().random(37, np.float32) + 0.1
+    given_ = Importance(scores, 3, 9, (0, 2, 5), {"draft_prefill": 1.25})
+    came = read_importance(importance_tensors(given_), 2.0)
+    np.testing.assert_array_equal(came.scores, scores)
+    assert (came.queries, came.heads, came.layers) == (3, 9, (0, 2, 5))
+    assert came.seconds == {"draft_queue": 0.75, "draft_prefill": 1.25}
+
+
+def test_cancelled_is_no_failure_that_a_fallback_could_catch() -> None:
+    assert not issubclass(Cancelled, Exception)
+
+
+@pytest.fixture(scope="module")
+def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("c")
+    listen(folder, "target", lambda told: {"got": told})
+    return folder
+
+
+@given(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=9), max_size=4))
+def test_messages_reach_a_model_and_its_answer_comes_back(
+    control: Path, message: dict[str, Any]
+) -> None:
+    assert tell(control, "target", message) == {"got": message}
+
+
+def test_a_model_that_is_not_there_is_named(control: Path) -> None:
+    with pytest.raises(TargetFailed, match="draft"):
+        tell(control, "draft", {})
+
+
+def test_a_folder_too_deep_for_a_socket_is_refused() -> None:
+    with pytest.raises(InputError, match="repository"):
+        check_folder(Path("/" + "deep/" * 30))
+
+
+def read(**values: Any) -> Any:
+    tensors = {
+        k: text_tensor(v) if isinstance(v, str) else np.array([v]) for k, v in values.items()
+    }
+    return read_request(tensors)
+
+
+def test_a_request_is_read_whole() -> None:
+    own = {"keep": 0.2, "positions": "contiguous", "protect": ["a"], "kept_spans": True}
+    got = read(
+        messages=json.dumps([{"role": "user", "content": "hi"}]),
+        max_tokens=7,
+        temperature=0.5,
+        stream=True,
+        specprefill=json.dumps(own),
+    )
+    assert got.source == [{"role": "user", "content": "hi"}]
+    assert got.knobs == {
+        "keep": 0.2,
+        "positions": "contiguous",
+        "max_tokens": 7,
+        "temperature": 0.5,
+    }
+    assert (got.protect, got.stream, got.kept_spans) == (("a",), True, True)
+    assert read(text_input="x", specprefill="off").knobs == {"enabled": False}
+    assert read(text_input="x", specprefill='{"off": true}').knobs == {"enabled": False}
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({}, "text_input and messages"),
+        ({"text_input": "a", "messages": "[]"}, "text_input and messages"),
+        ({"messages": "{"}, "messages"),
+        ({"messages": "{}"}, "messages"),
+        ({"messages": "[1]"}, "messages"),
+        ({"text_input": "a", "tools": "1"}, "tools"),
+        ({"text_input": "a", "specprefill": "[]"}, "specprefill"),
+        ({"text_input": "a", "specprefill": '{"ratio": 1}'}, "specprefill.ratio"),
+        ({"text_input": "a", "specprefill": '{"protect": "b"}'}, "specprefill.protect"),
+        ({"text_input": "a", "specprefill": '{"kept_spans": 1}'}, "specprefill.kept_spans"),
+    ],
+)
+def test_a_bad_request_names_its_input(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read(**values)
+    assert caught.value.field == field
+
+
+def test_text_that_is_not_utf8_is_refused() -> None:
+    with pytest.raises(InputError, match="text_input"):
+        read_request({"text_input": np.array([b"\xff\xfe"], dtype=object)})
+
+
+def test_a_settings_file_is_read_and_its_mistakes_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("target: {model: gemma3-270m}\nsettings: {keep_rate: 0.1}\n")
+    settings = ServeSettings.read(file)
+    assert settings.target.model == "gemma3-270m"
+    assert settings.settings.keep_rate == 0.1
+    for text, field in (
+        ("settings: {keep_rate: 7}", "settings.keep_rate"),
+        ("limits: {requests: 0}", "limits.requests"),
+        ("drafts: {}", "drafts"),
+        ("- 1", "config"),
+        ("a: [", "config"),
+    ):
+        file.write_text(text)
+        with pytest.raises(InputError) as caught:
+            ServeSettings.read(file)
+        assert caught.value.field == field
