@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(1500)]
 
 FACT = "The secret number of the lighthouse is 7391846."
 LIMITS = Limits(requests=12, answers=2, presence=0.25)
+ENDLESS = {"max_tokens": 7000, "temperature": 10.0, "seed": 7}  # any token but the last one's
 KNOBS = {"threshold": 64, "positions": "contiguous", "min_keep_tokens": 0}
 
 
@@ -276,7 +277,7 @@ def test_requests_under_load_are_answered_as_if_alone(
                 whole(grpc, {**values, "specprefill": {"keep": 1.5}})
             return alone[number % 4]
         if number % 8 == 6:
-            answer = stream(grpc, {**values, "max_tokens": 500})
+            answer = stream(grpc, {**values, **ENDLESS})
             next(answer)
             answer.close()
             return alone[number % 4]
@@ -292,7 +293,7 @@ def test_a_client_that_goes_away_frees_its_place_and_stops_the_work(
     grpc: str, server: Server, prose: str
 ) -> None:
     """21: and the same request sent again is answered."""
-    values = {**asked(prose, 150), "max_tokens": 7000}
+    values = {**asked(prose, 150), **ENDLESS}
     answer = stream(grpc, values)
     next(answer)
     assert metric(server, "specprefill_requests_inside") == 1
@@ -303,7 +304,7 @@ def test_a_client_that_goes_away_frees_its_place_and_stops_the_work(
 
 
 def test_more_requests_than_fit_are_refused_at_once(grpc: str, server: Server, prose: str) -> None:
-    values = {**asked(prose, 150), "max_tokens": 7000}
+    values = {**asked(prose, 150), **ENDLESS}
     held = [stream(grpc, values) for _ in range(LIMITS.requests)]
     with ThreadPoolExecutor(len(held)) as pool:
         starts = [pool.submit(next, answer) for answer in held]
