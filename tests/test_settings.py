@@ -33,7 +33,7 @@ RANGES: list[tuple[type[Settings] | type[Sampling], str, list[Any], list[Any]]] 
     (Settings, "votes", ["mean", "max", None], ["median", 1]),
     (Settings, "draft_layers", [1, 8, None], [0, -1, 1.5]),
     (Settings, "draft_window", [0, 33, 10**6], [-1, 32, 13]),
-    (Settings, "draft_overlap", [0, 1023], [-1, 0.5]),
+    (Settings, "draft_overlap", [0, 511], [-1, 0.5]),
     (Settings, "draft_head", [0, 64], [-1]),
     (Settings, "draft_tail", [1, 512], [0, -1]),
     (Settings, "pool", [1, 13, 255], [0, 2, 12, 256, 257, -1]),
@@ -143,7 +143,7 @@ def test_defaults_are_those_of_the_paper_and_the_specification() -> None:
 
 def test_the_draft_is_the_fast_one_by_default_and_the_papers_on_request() -> None:
     fast = Settings().in_force()
-    assert (fast.scoring, fast.votes, fast.draft_window) == ("window", "max", 1024)
+    assert (fast.scoring, fast.votes, fast.draft_window) == ("window", "max", 512)
     paper = Settings(scoring="lookahead").in_force()
     assert (paper.scoring, paper.votes, paper.look_ahead) == ("lookahead", "mean", 8)
     assert Settings(scoring="lookahead", votes="max").in_force().votes == "max"

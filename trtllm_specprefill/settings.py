@@ -150,12 +150,13 @@ class Settings(_Knobs):
     )
     draft_layers: int | None = _knob(
         None,
-        "first layers of the draft, the only ones that are run; a quarter of them when absent",
+        "first layers of the draft, the only ones that are run; a quarter of them when absent."
+        " SmolLM2 finds nothing before its 8th of 30: another model may need more",
         "a whole number >= 1",
         ge=1,
     )
     draft_window: int = _knob(
-        1024,
+        512,
         "most prompt tokens the draft reads at once, beside head and tail; 0 for the whole prompt",
         "0, or more than draft_overlap and pool",
         ge=0,
