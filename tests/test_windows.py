@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from numpy.typing import NDArray
 from tests.test_judges import random_model
 from trtllm_specprefill.draft import torch as draft_torch
 from trtllm_specprefill.draft.capture import capturing
+from trtllm_specprefill.draft.reading import ReadingDraft
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.draft.windows import Windows, cut, shared, whole
 from trtllm_specprefill.errors import ContextTooLong, DraftFailed
-from trtllm_specprefill.importance import reference_importance
+from trtllm_specprefill.importance import Importance, reference_importance
 from trtllm_specprefill.models import Model
 from trtllm_specprefill.operations import prefill_operations
 from trtllm_specprefill.settings import Settings, Votes
@@ -326,3 +328,24 @@ def test_reading_everything_at_once_is_one_window_in_the_prompts_order() -> None
     np.testing.assert_array_equal(windows.tokens, [range(7)])
     scores = np.random.default_rng().random((1, 7)).astype(np.float32)
     np.testing.assert_array_equal(windows.gather(scores, 7), scores[0])
+
+
+def test_as_many_layers_run_as_reach_one_that_sees_the_whole_window() -> None:
+    """Gemma 3 begins with five layers that slide: a quarter of them would see nothing."""
+
+    class Known(ReadingDraft):
+        def __init__(self, kinds: list[str]) -> None:
+            self.config = SimpleNamespace(
+                num_hidden_layers=len(kinds), layer_types=kinds, sliding_window=512
+            )
+
+        def score(self, ids: Any, settings: Any, question: Any = None) -> Importance:
+            raise AssertionError("only its config is asked")
+
+    gemma = Known((["sliding_attention"] * 5 + ["full_attention"]) * 3)
+    usual = Settings().in_force()
+    assert gemma.depth(usual) == 6
+    assert gemma.depth(Settings(draft_window=300).in_force()) == 5
+    assert gemma.depth(Settings(draft_window=0).in_force()) == 6
+    assert gemma.depth(Settings(draft_layers=3).in_force()) == 3
+    assert Known(["full_attention"] * 30).depth(usual) == 8

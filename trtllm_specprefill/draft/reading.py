@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from trtllm_specprefill.draft.base import Draft
 from trtllm_specprefill.draft.windows import Windows, cut, shared, whole
 from trtllm_specprefill.errors import ContextTooLong
-from trtllm_specprefill.operations import prefill_operations, reading_operations
+from trtllm_specprefill.operations import layer_windows, prefill_operations, reading_operations
 from trtllm_specprefill.settings import Settings
 
 DEFAULT_DEPTH = 4  # one layer in so many is run unless the settings say how many
@@ -63,6 +63,19 @@ class ReadingDraft(Draft):
         )
 
     def depth(self, settings: Settings) -> int:
-        """How many of the first layers are run."""
+        """How many of the first layers are run.
+
+        Unless the settings say, a quarter of them, and no fewer than reach one that attends to
+        all of what is read at once: Gemma 3 begins with five layers of sliding windows.
+        """
         layers = int(self.config.num_hidden_layers)
-        return min(settings.draft_layers or -(-layers // DEFAULT_DEPTH), layers)
+        if settings.draft_layers:
+            return min(settings.draft_layers, layers)
+        size = settings.draft_head + settings.draft_window + settings.draft_tail
+        reads_whole = settings.draft_window == 0
+        sees_all = (
+            index + 1
+            for index, window in enumerate(layer_windows(self.config))
+            if window is None or (window >= size and not reads_whole)
+        )
+        return max(-(-layers // DEFAULT_DEPTH), next(sees_all, layers))
