@@ -169,7 +169,7 @@ class TorchOperators:
 
     def halves(self, x: torch.Tensor, half: int) -> torch.Tensor:
         """See `Operators.halves`."""
-        return x.unflatten(-1, (2, half))
+        return x.reshape(*x.shape[:-1], 2, half)
 
     def swapped(self, x: torch.Tensor) -> torch.Tensor:
         """See `Operators.swapped`."""
