@@ -106,7 +106,7 @@ def load_model(
         dtype=kind,
         device=where,
         licence=_licence(folder),
-        eos_token_ids=_eos_token_ids(module.generation_config, config, tokenizer),
+        eos_token_ids=end_ids(module.generation_config, config, tokenizer),
         context_length=_context_length(config, name),
         fingerprint=_fingerprint(folder),
     )
@@ -223,7 +223,7 @@ def _reading(source: str, name: str, allowed: str) -> Iterator[None]:
         raise InputError("model", name, f"{allowed} ({said(error)})") from error
 
 
-def _eos_token_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
+def end_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
     stated = (generation.eos_token_id, config.eos_token_id, tokenizer.eos_token_id)
     ids: set[int] = set()
     for one in stated:
