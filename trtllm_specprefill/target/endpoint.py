@@ -272,7 +272,7 @@ class TritonConnection(Connection):
         made.set_data_from_numpy(value)
         return made
 
-    def _id_chunks(self, results: Iterator[triton.InferResult]) -> Iterator[Chunk]:
+    def _id_chunks(self, results: Iterator[triton.InferResult]) -> Generator[Chunk, None, None]:
         for result in results:
             ids, length = result.as_numpy("output_ids"), result.as_numpy("sequence_length")
             if ids is None or length is None or ids.ndim != 3:

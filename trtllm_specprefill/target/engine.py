@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from trtllm_specprefill.operations import shortest_window
 from trtllm_specprefill.plan import PositionSupport, PrunePlan
 from trtllm_specprefill.settings import Sampling
 from trtllm_specprefill.target.manifest import Manifest
-from trtllm_specprefill.target.positions import Recorded, check_positions
+from trtllm_specprefill.target.positions import ENDED, Recorded, check_positions
+from trtllm_specprefill.target.steps import Chunk
 
 _log = logging.getLogger(__name__)
 
@@ -36,17 +37,22 @@ class EngineModel:
 def support_of(
     model: EngineModel,
     manifest: Manifest,
-    greedy_token: Callable[[PrunePlan], NDArray[np.int32]] | None,
+    chunks: Callable[[PrunePlan, Sampling], Generator[Chunk, None, None]] | None,
 ) -> PositionSupport:
     """What an engine does with positions: what it was built for, and the check confirms.
 
-    greedy_token: the engine's first token for a plan; None where it takes no requests.
+    chunks: the engine's answer to a plan; None where it takes no requests.
     """
     honoured = manifest.original_positions
-    if honoured and greedy_token is not None:
+    if honoured and chunks is not None:
+
+        def first_token(plan: PrunePlan) -> NDArray[np.int32]:
+            tokens = [t for c in chunks(plan, Sampling(max_tokens=1)) for t in c.token_ids]
+            return np.array(tokens[:1] or [ENDED], dtype=np.int32)
+
         probes = manifest.probes
         recorded = Recorded(probes.scattered, probes.contiguous) if probes else None
-        check = check_positions(greedy_token, int(model.config.vocab_size), recorded)
+        check = check_positions(first_token, int(model.config.vocab_size), recorded)
         honoured = check.honoured
         _log.log(
             logging.INFO if honoured else logging.ERROR,

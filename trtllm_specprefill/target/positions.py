@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from trtllm_specprefill.plan import PrunePlan, Reason
 
 _PROBES, _TOKENS, _GAP = 6, 24, 7
+ENDED = -1  # in the place of a token: the answer to a probe ended before its first
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class PositionCheck:
 class Recorded:
     """What torch answered to each probe, recorded when a target was built.
 
-    scattered, contiguous: one greedy token a probe, at either kind of positions.
+    scattered, contiguous: one greedy token a probe, at either kind of positions; `ENDED` for an
+    end id, which an engine does not show.
     """
 
     scattered: tuple[int, ...]

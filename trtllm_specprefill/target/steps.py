@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,32 +25,37 @@ class Chunk:
 
 
 def assemble(
-    chunks: Iterable[Chunk], tokenizer: Any, sampling: Sampling, end_ids: Collection[int]
+    chunks: Generator[Chunk, None, None],
+    tokenizer: Any,
+    sampling: Sampling,
+    end_ids: Collection[int],
 ) -> Generator[Step, None, None]:
     """Steps of an answer: cut at an end id, a stop text or `max_tokens`, whichever comes first.
 
     One step a chunk. Tokens after the cut are dropped, so an engine that knows nothing of stop
-    texts needs only be closed. `chunks` must end with a finish reason unless it is cut before.
+    texts needs only be closed: `chunks` is, whatever happens. It must end with a finish reason
+    unless it is cut before.
     """
     text, count = TextStream(tokenizer, sampling.stop), 0
-    for chunk in chunks:
-        piece, taken = "", []
-        for token in chunk.token_ids:
-            taken.append(token)
-            count += 1
-            if token in end_ids:
-                yield Step(piece + text.finish(), tuple(taken), "stop")
-                return
-            piece += text.push(token)
-            if text.stopped:
-                yield Step(piece, tuple(taken), "stop")
-                return
-            if count == sampling.max_tokens:
+    with closing(chunks):
+        for chunk in chunks:
+            piece, taken = "", []
+            for token in chunk.token_ids:
+                taken.append(token)
+                count += 1
+                if token in end_ids:
+                    yield Step(piece + text.finish(), tuple(taken), "stop")
+                    return
+                piece += text.push(token)
+                if text.stopped:
+                    yield Step(piece, tuple(taken), "stop")
+                    return
+                if count == sampling.max_tokens:
+                    piece += text.finish()
+                    yield Step(piece, tuple(taken), "stop" if text.stopped else "length")
+                    return
+            if chunk.finish is not None:
                 piece += text.finish()
-                yield Step(piece, tuple(taken), "stop" if text.stopped else "length")
+                yield Step(piece, tuple(taken), "stop" if text.stopped else chunk.finish)
                 return
-        if chunk.finish is not None:
-            piece += text.finish()
-            yield Step(piece, tuple(taken), "stop" if text.stopped else chunk.finish)
-            return
-        yield Step(piece, tuple(taken))
+            yield Step(piece, tuple(taken))

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from trtllm_specprefill.errors import InputError, TargetFailed
 from trtllm_specprefill.operations import prefill_operations
@@ -51,9 +48,17 @@ class ExecutorTarget(Target):
     ) -> None:
         if manifest.backend != "tensorrt":
             raise InputError("engine", str(folder), "an engine of the TensorRT backend")
-        executor = _executor_module()
+        try:
+            from tensorrt_llm.bindings import executor
+        except ImportError as error:
+            raise InputError(
+                "target",
+                "trtllm_executor",
+                "with TensorRT-LLM 1.2.1 installed (pip install tensorrt-llm==1.2.1, or NVIDIA's"
+                f" container); later versions have no TensorRT backend ({error})",
+            ) from error
         self.name, self.tokenizer = model.name, model.tokenizer
-        self._model, self._manifest, self._trtllm = model, manifest, executor
+        self._model, self._manifest = model, manifest
         self._timeout = timedelta(seconds=timeout_s)
         self._salted = block_reuse
         self._executor = executor.Executor(
@@ -68,7 +73,7 @@ class ExecutorTarget(Target):
         self.position_support = support_of(
             model,
             manifest,
-            self._greedy_token if self._executor.can_enqueue_requests() else None,
+            self._chunks if self._executor.can_enqueue_requests() else None,
         )
 
     def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
@@ -88,14 +93,16 @@ class ExecutorTarget(Target):
 
     def request(self, plan: PrunePlan, sampling: Sampling) -> trtllm.Request:
         """The request for `plan`, as the executor takes it."""
+        from tensorrt_llm.bindings import executor
+
         end_id, *other_ends = sorted(self._model.end_ids) or (None,)
         greedy = sampling.temperature < GREEDY_BELOW
         original = plan.positions == "original" and self._manifest.original_positions
-        return self._trtllm.Request(
+        return executor.Request(
             plan.input_ids.tolist(),
             sampling.max_tokens,
             streaming=True,
-            sampling_config=self._trtllm.SamplingConfig(
+            sampling_config=executor.SamplingConfig(
                 beam_width=1,
                 top_k=1 if greedy else sampling.top_k or None,
                 # Without a top_p the runtime takes 0, and 0 with no top_k is greedy.
@@ -103,7 +110,7 @@ class ExecutorTarget(Target):
                 temperature=None if greedy else sampling.temperature,
                 seed=sampling.seed,
             ),
-            output_config=self._trtllm.OutputConfig(
+            output_config=executor.OutputConfig(
                 exclude_input_from_output=True, return_perf_metrics=True
             ),
             end_id=end_id,
@@ -118,7 +125,7 @@ class ExecutorTarget(Target):
         pruned = plan.reason is Reason.PRUNED
         return secrets.randbits(63) + 1 if self._salted and pruned else None
 
-    def _chunks(self, plan: PrunePlan, sampling: Sampling) -> Iterator[Chunk]:
+    def _chunks(self, plan: PrunePlan, sampling: Sampling) -> Generator[Chunk, None, None]:
         if not self._executor.can_enqueue_requests():
             raise TargetFailed(f"target {self.name}: only rank 0 takes requests")
         try:
@@ -147,31 +154,15 @@ class ExecutorTarget(Target):
         tokens = result.output_token_ids[0]
         if not result.is_final:
             return Chunk(tokens)
-        reasons, why = self._trtllm.FinishReason, result.finish_reasons[0]
+        from tensorrt_llm.bindings.executor import FinishReason
+
+        why = result.finish_reasons[0]
         if result.request_perf_metrics is not None:
             timing = result.request_perf_metrics.timing_metrics
             waited = timing.first_token_time - timing.arrival_time
             _log.info("target %s: engine TTFT %.4f s", self.name, waited.total_seconds())
-        if why in (reasons.END_ID, reasons.STOP_WORDS):
+        if why in (FinishReason.END_ID, FinishReason.STOP_WORDS):
             return Chunk(tokens, "stop")
-        if why == reasons.LENGTH:
+        if why == FinishReason.LENGTH:
             return Chunk(tokens, "length")
         raise TargetFailed(f"target {self.name}: the engine ended the request: {why.name}")
-
-    def _greedy_token(self, plan: PrunePlan) -> NDArray[np.int32]:
-        """The first token for `plan`, for the check of positions."""
-        token = next(t for c in self._chunks(plan, Sampling(max_tokens=1)) for t in c.token_ids)
-        return np.array([token], dtype=np.int32)
-
-
-def _executor_module() -> ModuleType:
-    try:
-        from tensorrt_llm.bindings import executor
-    except ImportError as error:
-        raise InputError(
-            "target",
-            "trtllm_executor",
-            "with TensorRT-LLM 1.2.1 installed (pip install tensorrt-llm==1.2.1, or NVIDIA's"
-            f" container); later versions have no TensorRT backend ({error})",
-        ) from error
-    return executor

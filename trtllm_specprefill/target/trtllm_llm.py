@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from trtllm_specprefill.errors import InputError, TargetFailed
 from trtllm_specprefill.operations import prefill_operations
@@ -54,9 +52,7 @@ class LLMTarget(Target):
         if manifest.backend != "pytorch":
             raise InputError("engine", str(folder), "a checkpoint for the PyTorch backend")
         try:
-            import tensorrt_llm
-            from tensorrt_llm.inputs.multimodal import MultimodalParams
-            from tensorrt_llm.llmapi import KvCacheConfig
+            from tensorrt_llm.llmapi import LLM, KvCacheConfig
         except ImportError as error:
             raise InputError(
                 "target",
@@ -66,9 +62,8 @@ class LLMTarget(Target):
             ) from error
         self.name, self.tokenizer = model.name, model.tokenizer
         self._model, self._manifest = model, manifest
-        self._trtllm, self._multimodal = tensorrt_llm, MultimodalParams
         self._timeout, self._salted = timeout_s, block_reuse
-        self._llm = tensorrt_llm.LLM(
+        self._llm = LLM(
             model=str(folder),
             skip_tokenizer_init=True,
             tensor_parallel_size=manifest.tensor_parallel,
@@ -77,7 +72,7 @@ class LLMTarget(Target):
             max_seq_len=manifest.kv_tokens,
             kv_cache_config=KvCacheConfig(enable_block_reuse=block_reuse),
         )
-        self.position_support = support_of(model, manifest, self._greedy_token)
+        self.position_support = support_of(model, manifest, self._chunks)
 
     def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
         """See `Target.stream`. Raises `ContextTooLong` beyond the engine's KV length."""
@@ -95,9 +90,11 @@ class LLMTarget(Target):
         self._llm.shutdown()
 
     def _params(self, sampling: Sampling) -> SamplingParams:
+        from tensorrt_llm import SamplingParams
+
         end_id, *other_ends = sorted(self._model.end_ids) or (None,)
         greedy = sampling.temperature < GREEDY_BELOW
-        return self._trtllm.SamplingParams(
+        return SamplingParams(
             end_id=end_id,
             pad_id=end_id,
             max_tokens=sampling.max_tokens,
@@ -124,11 +121,14 @@ class LLMTarget(Target):
 
     def _submit(self, plan: PrunePlan, sampling: Sampling) -> GenerationResult:
         """Start a request, by the way the installed version has for position ids."""
+        from tensorrt_llm.inputs.multimodal import MultimodalParams
+        from tensorrt_llm.llmapi import llm
+
         ids, params = plan.input_ids.tolist(), self._params(sampling)
-        multimodal = self._multimodal(multimodal_data=self._positions(plan))
+        multimodal = MultimodalParams(multimodal_data=self._positions(plan))
         # Blocks are known by their tokens, not their positions: pruned ones must not be met.
         salted = self._salted and plan.reason is Reason.PRUNED
-        inputs_of = getattr(self._trtllm.llmapi.llm, "PreprocessedInputs", None)
+        inputs_of = getattr(llm, "PreprocessedInputs", None)
         if inputs_of is not None:  # from 1.3 on
             result: GenerationResult = self._llm.generate_async(
                 inputs_of(prompt_token_ids=ids, multimodal_params=multimodal),
@@ -145,7 +145,7 @@ class LLMTarget(Target):
             cache_salt_id=secrets.randbits(63) + 1 if salted else None,
         )
 
-    def _chunks(self, plan: PrunePlan, sampling: Sampling) -> Iterator[Chunk]:
+    def _chunks(self, plan: PrunePlan, sampling: Sampling) -> Generator[Chunk, None, None]:
         try:
             result = self._submit(plan, sampling)
         except Exception as error:  # the engine raises what it likes
@@ -167,11 +167,6 @@ class LLMTarget(Target):
         raise TargetFailed(
             f"target {self.name}: the engine ended the request: {output.finish_reason}"
         )
-
-    def _greedy_token(self, plan: PrunePlan) -> NDArray[np.int32]:
-        """The first token for `plan`, for the check of positions."""
-        token = next(t for c in self._chunks(plan, Sampling(max_tokens=1)) for t in c.token_ids)
-        return np.array([token], dtype=np.int32)
 
 
 def _words(error: Exception) -> str:
