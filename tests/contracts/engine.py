@@ -53,8 +53,8 @@ class Setup:
     model: Model
     honours_positions: bool = True
     leader: bool = True
-    fail: Callable[[Job, int], str] = lambda job, step: ""  # noqa: E731
-    end: Callable[[Job, int], Finish | None] = lambda job, step: None  # noqa: E731
+    fail: Callable[[Job, int], str] = lambda job, step: ""
+    end: Callable[[Job, int], Finish | None] = lambda job, step: None
     hold: threading.Event = field(default_factory=threading.Event)
     engines: list[Engine] = field(default_factory=list)
 

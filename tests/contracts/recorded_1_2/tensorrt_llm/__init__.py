@@ -1,6 +1,6 @@
 """Recordings of the API of TensorRT-LLM 1.2 that the targets use; see `tests/contracts/README.md`.
 
-sources: tensorrt_llm/__init__.py, tensorrt_llm/version.py @ b35ac1b64368513d215c57d2ed01d62d910df8da
+sources: tensorrt_llm/version.py @ b35ac1b64368513d215c57d2ed01d62d910df8da
 """
 
 from tensorrt_llm import bindings, executor, inputs, llmapi

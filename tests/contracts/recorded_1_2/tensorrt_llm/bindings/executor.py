@@ -104,7 +104,7 @@ class Request:
         client_id: int | None = None,
         return_all_generated_tokens: bool = False,
         priority: float = 0.5,
-        type: Any = None,  # noqa: A002
+        type: Any = None,
         context_phase_params: Any = None,
         encoder_input_features: Any = None,
         encoder_output_length: int | None = None,
@@ -242,21 +242,21 @@ class Executor:
     def await_responses(self, *, timeout: timedelta | None = None) -> list[Response]: ...
 
     @overload
-    def await_responses(self, id: int, timeout: timedelta | None = None) -> list[Response]: ...  # noqa: A002
+    def await_responses(self, id: int, timeout: timedelta | None = None) -> list[Response]: ...
 
     def await_responses(
         self,
-        id: int | None = None,  # noqa: A002
+        id: int | None = None,
         timeout: timedelta | None = None,
     ) -> list[Response]:
         assert id is not None
         events = self._engine.wait(id, None if timeout is None else timeout.total_seconds())
         return [_response(id, event) for event in events]
 
-    def get_num_responses_ready(self, id: int | None = None) -> int:  # noqa: A002
+    def get_num_responses_ready(self, id: int | None = None) -> int:
         return self._engine.ready(id)
 
-    def cancel_request(self, id: int | None = None) -> None:  # noqa: A002
+    def cancel_request(self, id: int | None = None) -> None:
         assert id is not None
         self._engine.cancel(id)
 

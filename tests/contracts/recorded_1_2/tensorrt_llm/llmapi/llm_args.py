@@ -1,6 +1,6 @@
 """Settings of the LLM API.
 
-sources: tensorrt_llm/llmapi/llm_args.py (class KvCacheConfig, StrictBaseModel), version of 1.2
+sources: tensorrt_llm/llmapi/llm_args.py (KvCacheConfig, TorchLlmArgs), stored version of 1.2
 """
 
 from __future__ import annotations
@@ -20,3 +20,15 @@ class KvCacheConfig(BaseModel):
     onboard_blocks: bool = True
     enable_partial_reuse: bool = True
     copy_on_partial_reuse: bool = True
+
+
+class TorchLlmArgs(BaseModel):
+    """What `LLM` does with its other arguments: unknown ones are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    pipeline_parallel_size: int = 1
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    max_seq_len: int | None = None
+    kv_cache_config: KvCacheConfig = KvCacheConfig()

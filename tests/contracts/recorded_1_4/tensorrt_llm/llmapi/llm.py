@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from tensorrt_llm.executor.result import GenerationResult
 from tensorrt_llm.inputs.multimodal import MultimodalParams
+from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 from tensorrt_llm.sampling_params import SamplingParams
-
 from tests.contracts import engine
 from tests.contracts.llm_jobs import job
 
@@ -40,7 +40,7 @@ class LLM:
         tokenizer_revision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self._runs = engine.started(kwargs["kv_cache_config"].enable_block_reuse)
+        self._runs = engine.started(TorchLlmArgs(**kwargs).kv_cache_config.enable_block_reuse)
 
     def generate_async(
         self,
