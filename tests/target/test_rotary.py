@@ -199,3 +199,14 @@ def test_constants_outlive_the_call_that_made_them() -> None:
     (held,) = operators._held
     assert held is seen[0]
     assert held.flags.c_contiguous
+
+
+def test_packed_queries_and_keys_are_rotated_and_values_are_not() -> None:
+    rotation = Rotation.of(TorchOperators(), rotary_table(config_of("qwen2"), LONGEST + 1))
+    positions = scattered(40)
+    q, k = torch.randn(40, 6, SIZE), torch.randn(40, 2, SIZE)
+    v = torch.randn(40, 2, SIZE)
+    packed = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
+    expected = [rotation(q, positions), rotation(k, positions), v]
+    got = rotation.packed(packed, positions, heads=6, kv_heads=2)
+    assert torch.equal(got, torch.cat([x.flatten(1) for x in expected], dim=1))

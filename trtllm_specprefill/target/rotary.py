@@ -9,6 +9,7 @@ written once, in `rotate`, over the few operators of `Operators`; `TorchOperator
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -63,7 +64,7 @@ def rotary_table(config: Any, positions: int) -> RotaryTable:
 
     if positions < 1:
         raise InputError("positions", positions, "a whole number >= 1")
-    kind = _rope_type(config)
+    kind = rope_type(config)
     if kind not in ROPE_TYPES:
         raise UnsupportedModel(
             f"rotary embedding {kind!r} cannot be put into one table; those that can: "
@@ -86,7 +87,7 @@ def rotary_table(config: Any, positions: int) -> RotaryTable:
     return RotaryTable(cos, np.concatenate([-sin, sin], axis=2))
 
 
-def _rope_type(config: Any) -> str:
+def rope_type(config: Any) -> str:
     """`rope_type` of a config, by the name that transformers 5 or 4 gives its parameters."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     parameters = parameters or {}
@@ -102,14 +103,14 @@ class Operators(Protocol[T]):
     def rows(self, table: T, index: T) -> T:
         """Rows `index` int32 `[L]` of `table` `[P, ...]`: `[L, ...]`."""
 
-    def halves(self, x: T, half: int) -> T:
-        """`[L, heads, 2 * half]` seen as `[L, heads, 2, half]`."""
+    def pick(self, x: T, axis: int, indices: Sequence[int]) -> T:
+        """`x` with only `indices` of `axis`, in that order."""
 
-    def swapped(self, x: T) -> T:
-        """`[L, heads, 2, half]` with the two halves exchanged."""
+    def reshape(self, x: T, kept: int, *sizes: int) -> T:
+        """`x` with its dimensions after the first `kept` seen as `sizes`."""
 
-    def whole(self, x: T, size: int) -> T:
-        """`[L, heads, 2, size / 2]` seen as `[L, heads, size]`."""
+    def join(self, a: T, b: T, axis: int) -> T:
+        """`a`, then `b`, along `axis`."""
 
     def multiply(self, a: T, b: T) -> T:
         """Elementwise, broadcast."""
@@ -151,9 +152,19 @@ class Rotation:
         ops = self.operators
         cos = ops.rows(self.cos, position_ids)
         sin = ops.rows(self.signed_sin, position_ids)
-        halves = ops.halves(ops.float32(x), self.head_size // 2)
-        turned = ops.add(ops.multiply(halves, cos), ops.multiply(ops.swapped(halves), sin))
-        return ops.like(ops.whole(turned, self.head_size), x)
+        halves = ops.reshape(ops.float32(x), 2, 2, self.head_size // 2)
+        crossed = ops.multiply(ops.pick(halves, 2, (1, 0)), sin)
+        turned = ops.add(ops.multiply(halves, cos), crossed)
+        return ops.like(ops.reshape(turned, 2, self.head_size), x)
+
+    def packed(self, qkv: Any, position_ids: Any, heads: int, kv_heads: int) -> Any:
+        """Rotate the queries and keys of `qkv` `[L, (heads + 2 * kv_heads) * D]`, as one rank of
+        TensorRT-LLM packs them; the values stay as they are."""
+        ops, turned, every = self.operators, heads + kv_heads, heads + 2 * kv_heads
+        by_head = ops.reshape(qkv, 1, every, self.head_size)
+        rotated = self(ops.pick(by_head, 1, range(turned)), position_ids)
+        values = ops.pick(by_head, 1, range(turned, every))
+        return ops.reshape(ops.join(rotated, values, 1), 1, every * self.head_size)
 
 
 class TorchOperators:
@@ -167,17 +178,17 @@ class TorchOperators:
         """See `Operators.rows`."""
         return table[index.long()]
 
-    def halves(self, x: torch.Tensor, half: int) -> torch.Tensor:
-        """See `Operators.halves`."""
-        return x.reshape(*x.shape[:-1], 2, half)
+    def pick(self, x: torch.Tensor, axis: int, indices: Sequence[int]) -> torch.Tensor:
+        """See `Operators.pick`."""
+        return x.index_select(axis, torch.tensor(indices))
 
-    def swapped(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Operators.swapped`."""
-        return x.flip(-2)
+    def reshape(self, x: torch.Tensor, kept: int, *sizes: int) -> torch.Tensor:
+        """See `Operators.reshape`."""
+        return x.reshape(*x.shape[:kept], *sizes)
 
-    def whole(self, x: torch.Tensor, size: int) -> torch.Tensor:
-        """See `Operators.whole`."""
-        return x.reshape(*x.shape[:-2], size)
+    def join(self, a: torch.Tensor, b: torch.Tensor, axis: int) -> torch.Tensor:
+        """See `Operators.join`."""
+        return torch.cat([a, b], dim=axis)
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """See `Operators.multiply`."""
@@ -217,18 +228,22 @@ class TensorRTOperators:
         """See `Operators.rows`."""
         return self._network.add_gather(table, index, 0).get_output(0)
 
-    def halves(self, x: Any, half: int) -> Any:
-        """See `Operators.halves`."""
-        return self._reshape(x, (0, 0, 2, half))
+    def pick(self, x: Any, axis: int, indices: Sequence[int]) -> Any:
+        """See `Operators.pick`."""
+        order = self.constant(np.array(indices, dtype=np.int32))
+        return self._network.add_gather(x, order, axis).get_output(0)
 
-    def swapped(self, x: Any) -> Any:
-        """See `Operators.swapped`."""
-        order = self.constant(np.array([1, 0], dtype=np.int32))
-        return self._network.add_gather(x, order, 2).get_output(0)
+    def reshape(self, x: Any, kept: int, *sizes: int) -> Any:
+        """See `Operators.reshape`."""
+        layer = self._network.add_shuffle(x)
+        layer.reshape_dims = (0,) * kept + sizes  # 0 copies a dimension, so lengths may be dynamic
+        return layer.get_output(0)
 
-    def whole(self, x: Any, size: int) -> Any:
-        """See `Operators.whole`."""
-        return self._reshape(x, (0, 0, size))
+    def join(self, a: Any, b: Any, axis: int) -> Any:
+        """See `Operators.join`."""
+        layer = self._network.add_concatenation([a, b])
+        layer.axis = axis
+        return layer.get_output(0)
 
     def multiply(self, a: Any, b: Any) -> Any:
         """See `Operators.multiply`."""
@@ -250,8 +265,3 @@ class TensorRTOperators:
 
     def _cast(self, x: Any, kind: Any) -> Any:
         return x if x.dtype == kind else self._network.add_cast(x, kind).get_output(0)
-
-    def _reshape(self, x: Any, dims: tuple[int, ...]) -> Any:
-        layer = self._network.add_shuffle(x)
-        layer.reshape_dims = dims  # 0 copies the dimension, so lengths may be dynamic
-        return layer.get_output(0)
