@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -44,9 +45,10 @@ def run_all(commands: Sequence[Command], say: Callable[[str], None]) -> None:
     for command in commands:
         say(f"# {command.why}\n{command.shown()}")
         try:
-            done = subprocess.run(
-                command.arguments, env={**os.environ, **command.environment}, check=False
-            )
+            first, *rest = command.arguments
+            program = sys.executable if first == "python" else first  # the Python that builds
+            environment = {**os.environ, **command.environment}
+            done = subprocess.run([program, *rest], env=environment, check=False)
         except OSError as error:
             raise BuildFailed(f"{command.arguments[0]}: {error.strerror}") from error
         if done.returncode:

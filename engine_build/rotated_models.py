@@ -18,6 +18,7 @@ from tensorrt_llm._common import default_trtnet
 from tensorrt_llm.functional import PositionEmbeddingType, Tensor, _create_tensor
 from tensorrt_llm.layers import attention as attention_layers
 from tensorrt_llm.models import LLaMAForCausalLM, QWenForCausalLM
+from tensorrt_llm.models.modeling_utils import DecoderModelForCausalLM
 from transformers import AutoConfig
 
 from engine_build.target import ENGINE_ENVIRONMENT
@@ -59,7 +60,7 @@ def rotated_attention(position_ids: Tensor, table: RotaryTable) -> Iterator[None
         attention_layers.gpt_attention = plugin
 
 
-class _Rotated:
+class _Rotated(DecoderModelForCausalLM):
     """What the two model classes do differently from TensorRT-LLM's."""
 
     def __init__(self, config: Any) -> None:
@@ -71,7 +72,7 @@ class _Rotated:
         if position_ids is None:
             raise ValueError("no position_ids on this rank: pipeline parallelism is not supported")
         with rotated_attention(position_ids, engine_table()):
-            return super().forward(input_ids, position_ids=position_ids, **others)  # type: ignore[misc]
+            return super().forward(input_ids, position_ids=position_ids, **others)
 
 
 class RotatedLlama(_Rotated, LLaMAForCausalLM):

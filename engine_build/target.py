@@ -113,7 +113,9 @@ class TargetBuild:
         elif self.precision == "fp8":
             made = [self._checkpoint(self.out, "hf")]
         else:
-            made = [Command("the checkpoint as it is", ("cp", "-rL", self.model, str(self.out)))]
+            made = [
+                Command("the checkpoint as it is", ("cp", "-rL", f"{self.model}/.", str(self.out)))
+            ]
         if self.backend == "pytorch" and self.original_positions(config):
             made.append(_own("rotation from position ids, by config", "positions", self.out))
         if self.record_probes:
@@ -160,7 +162,8 @@ class TargetBuild:
                 *("--use_paged_context_fmha", "enable"),
                 *("--workers", str(self.tensor_parallel)),
             ),
-            {ENGINE_ENVIRONMENT: str(self.out)},
+            # The model classes are imported from this checkout, and read the manifest.
+            {"PYTHONPATH": str(classes.parents[1]), ENGINE_ENVIRONMENT: str(self.out)},
         )
 
 
