@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from transformers import AutoConfig
 
 from engine_build.commands import run_all
 from trtllm_specprefill.cli import run_app
 from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.models import load_config
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -64,10 +64,7 @@ def target(
         raise InputError("backend", backend, "tensorrt or pytorch")
     if precision not in ("fp8", "bf16"):
         raise InputError("precision", precision, "fp8 or bf16")
-    try:
-        config = AutoConfig.from_pretrained(model).get_text_config()
-    except (OSError, ValueError) as error:
-        raise InputError("model", model, f"a directory with a config.json ({error})") from error
+    config = load_config(model)
     build = TargetBuild(
         model=model,
         out=out,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, get_args
 
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.fetch import Progress
-from trtllm_specprefill.models import end_ids, load_model, load_tokenizer
+from trtllm_specprefill.models import end_ids, load_config, load_model, load_tokenizer
 from trtllm_specprefill.target.base import Target
 from trtllm_specprefill.target.engine import EngineModel
 from trtllm_specprefill.target.manifest import Manifest
@@ -79,11 +79,8 @@ def engine_model(name: str, progress: Progress | None = None) -> EngineModel:
     Raises `InputError` for a model whose files cannot be read.
     """
     tokenizer = load_tokenizer(name, progress)
+    config = load_config(name, progress)
     source = tokenizer.name_or_path
-    try:
-        config = AutoConfig.from_pretrained(source).get_text_config()
-    except (OSError, ValueError) as error:
-        raise InputError("model", name, f"a model with a config ({error})") from error
     generation = Path(source) / "generation_config.json"
     stated = GenerationConfig.from_pretrained(source) if generation.is_file() else None
     return EngineModel(name, tokenizer, config, end_ids(stated or config, config, tokenizer))
