@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from tests.contracts import engine
 from tests.test_judges import Spelling, random_model
@@ -123,3 +124,9 @@ def engine_maker(
     made = Maker(request.param, monkeypatch)
     yield made
     made.stop()
+
+
+@pytest.fixture(scope="module")
+def model(byte_level: PreTrainedTokenizerFast) -> Model:
+    """A small random model that never ends by itself, with a tokenizer of real text."""
+    return never_ending(random_model("llama", byte_level, vocab_size=len(byte_level)))
