@@ -130,3 +130,13 @@ def engine_maker(
 def model(byte_level: PreTrainedTokenizerFast) -> Model:
     """A small random model that never ends by itself, with a tokenizer of real text."""
     return never_ending(random_model("llama", byte_level, vocab_size=len(byte_level)))
+
+
+@pytest.fixture(scope="module")
+def folder(byte_level: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model in Hugging Face format."""
+    where = tmp_path_factory.mktemp("model")
+    model = random_model("llama", byte_level, vocab_size=len(byte_level))
+    model.module.save_pretrained(where)
+    byte_level.save_pretrained(where)
+    return where

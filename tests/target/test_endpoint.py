@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from trtllm_specprefill.models import Model
 from trtllm_specprefill.plan import PrunePlan, Reason
 from trtllm_specprefill.settings import Sampling
 from trtllm_specprefill.target.endpoint import connect
+from trtllm_specprefill.target.load import load_target
 from trtllm_specprefill.target.torch import TorchTarget
 
 # --- OpenAI-compatible
@@ -178,3 +180,47 @@ def test_original_positions_are_not_for_an_endpoint(model: Model) -> None:
 def test_a_bad_url_says_which_are_allowed(url: str) -> None:
     with pytest.raises(InputError, match=r"grpc://HOST:PORT/tensorrt_llm"):
         connect(url, "served")
+
+
+# --- a server from PyPI
+
+
+@pytest.fixture
+def transformers_serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The OpenAI-compatible server of transformers, with a small model, on the loopback."""
+    serve = pytest.importorskip("transformers.cli.serve", reason="transformers 5 has the server")
+    if not serve.is_serve_available():
+        pytest.skip("needs pip install transformers[serving]")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    server = serve.Serve(
+        str(folder),
+        host="127.0.0.1",
+        port=port,
+        device="cpu",
+        dtype="float32",
+        log_level="error",
+        non_blocking=True,
+    )
+    yield f"http://127.0.0.1:{port}/v1"
+    server.kill_server()
+
+
+def test_a_server_from_pypi_gives_the_answer_of_the_model_itself(
+    transformers_serve: str, folder: Path
+) -> None:
+    target = load_target(
+        "endpoint", str(folder), url=transformers_serve, as_text=True, timeout_s=60
+    )
+    direct = load_target("torch", str(folder), dtype="float32", device="cpu")
+    plan = plan_of(target.tokenizer)
+    for sampling in (Sampling(max_tokens=9), Sampling(max_tokens=3)):
+        got = list(target.stream(plan, sampling))
+        expected = list(direct.stream(plan, sampling))
+        assert text_of(got) == text_of(expected)
+        assert got[-1].finish_reason == expected[-1].finish_reason
+    ids = load_target("endpoint", str(folder), url=transformers_serve, timeout_s=60)
+    with pytest.raises(TargetFailed, match=r"400: .*prompt must be a string"):
+        list(ids.stream(plan, sampling))

@@ -7,27 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from tests.contracts import engine
 from tests.target.conftest import install, manifest_of
-from tests.test_judges import random_model
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.plan import PrunePlan, Reason
 from trtllm_specprefill.settings import Sampling
 from trtllm_specprefill.target.base import Target
 from trtllm_specprefill.target.load import load_target
 from trtllm_specprefill.target.manifest import MANIFEST, Manifest
-
-
-@pytest.fixture(scope="module")
-def folder(byte_level: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model in Hugging Face format."""
-    where = tmp_path_factory.mktemp("model")
-    model = random_model("llama", byte_level, vocab_size=len(byte_level))
-    model.module.save_pretrained(where)
-    byte_level.save_pretrained(where)
-    return where
 
 
 def answer(target: Target, tokenizer: Any) -> list[int]:

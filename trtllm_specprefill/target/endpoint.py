@@ -47,11 +47,16 @@ class Connection(ABC):
         """The answer to `plan`, step by step. Raises `TargetFailed`, naming the URL."""
 
 
-def connect(url: str, served_name: str, timeout_s: float = 600.0) -> Connection:
-    """The connection for `url`; nothing is sent yet. Raises `InputError` for a bad URL."""
+def connect(
+    url: str, served_name: str, timeout_s: float = 600.0, *, as_text: bool = False
+) -> Connection:
+    """The connection for `url`; nothing is sent yet. Raises `InputError` for a bad URL.
+
+    as_text: send the prompt as text to an OpenAI-compatible server that takes no token ids.
+    """
     parts = urlsplit(url)
     if parts.scheme in ("http", "https") and parts.hostname:
-        return OpenAIConnection(parts, served_name, timeout_s)
+        return OpenAIConnection(parts, served_name, timeout_s, as_text)
     model = parts.path.strip("/")
     if parts.scheme == "grpc" and parts.hostname and model in ("tensorrt_llm", "ensemble"):
         return TritonConnection(parts, model, timeout_s)
@@ -87,14 +92,16 @@ class EndpointTarget(Target):
 
 
 class OpenAIConnection(Connection):
-    """`POST /v1/completions` with the prompt as token ids, streamed as server-sent events.
+    """`POST /v1/completions` with the prompt as token ids or text, streamed as events.
 
     The server gives text: the token ids of a step are those of its text in the target's own
     tokenizer. Closing the stream closes the socket, which every such server takes for a cancel.
     """
 
-    def __init__(self, parts: SplitResult, served_name: str, timeout_s: float) -> None:
-        self.url = parts.geturl().rstrip("/")
+    def __init__(
+        self, parts: SplitResult, served_name: str, timeout_s: float, as_text: bool
+    ) -> None:
+        self.url, self._as_text = parts.geturl().rstrip("/"), as_text
         self._parts, self._served_name, self._timeout = parts, served_name, timeout_s
 
     def steps(
@@ -106,7 +113,7 @@ class OpenAIConnection(Connection):
                 wire.request(
                     "POST",
                     self._parts.path.rstrip("/") + "/completions",
-                    json.dumps(self._body(plan, sampling)),
+                    json.dumps(self._body(plan, sampling, model.tokenizer)),
                     {"Content-Type": "application/json", "Accept": "text/event-stream"},
                 )
                 reply = wire.getresponse()
@@ -123,10 +130,11 @@ class OpenAIConnection(Connection):
         assert self._parts.hostname is not None
         return kind(self._parts.hostname, self._parts.port, timeout=self._timeout)
 
-    def _body(self, plan: PrunePlan, sampling: Sampling) -> dict[str, Any]:
+    def _body(self, plan: PrunePlan, sampling: Sampling, tokenizer: Any) -> dict[str, Any]:
+        prompt = _text_of(plan, tokenizer) if self._as_text else plan.input_ids.tolist()
         body: dict[str, Any] = {
             "model": self._served_name,
-            "prompt": plan.input_ids.tolist(),
+            "prompt": prompt,
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0,
             "top_p": sampling.top_p,
@@ -188,11 +196,8 @@ class TritonConnection(Connection):
                 chunks = self._id_chunks(results)
                 yield from assemble(chunks, model.tokenizer, sampling, model.end_ids)
             return
-        text = model.tokenizer.decode(plan.input_ids.tolist(), skip_special_tokens=False)
-        bos = model.tokenizer.bos_token
-        if bos and text.startswith(bos):  # the server's own preprocessing adds it
-            text = text[len(bos) :]
-        with closing(self._results(self._text_inputs(text, sampling))) as results:
+        inputs = self._text_inputs(_text_of(plan, model.tokenizer), sampling)
+        with closing(self._results(inputs)) as results:
             yield from self._text_steps(results, model.tokenizer, sampling)
 
     def _results(
@@ -293,6 +298,12 @@ class TritonConnection(Connection):
             count += len(ids)
             yield Step(piece, ids)
         yield Step("", (), "length" if count >= sampling.max_tokens else "stop")
+
+
+def _text_of(plan: PrunePlan, tokenizer: Any) -> str:
+    """The kept prompt as text; without its BOS, which a server that tokenises adds itself."""
+    text = str(tokenizer.decode(plan.input_ids.tolist(), skip_special_tokens=False))
+    return text.removeprefix(tokenizer.bos_token or "")
 
 
 def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ def load_target(
     device: str = "auto",
     url: str = "",
     served_name: str = "",
+    as_text: bool = False,
     context_tokens: int | None = None,
     block_reuse: bool = False,
     timeout_s: float = 600.0,
@@ -40,6 +41,7 @@ def load_target(
         dtype, device: of `torch`.
         url: of an endpoint, as `endpoint.connect` takes it.
         served_name: what an endpoint calls the model; `model` when empty.
+        as_text: send an endpoint the prompt as text; for servers that take no token ids.
         context_tokens: positions of an endpoint, where it has fewer than its model.
         block_reuse: of an engine: keep KV blocks, pruned prompts under salts of their own.
         timeout_s: of engines and endpoints: longest wait for the next token.
@@ -58,7 +60,7 @@ def load_target(
     if kind == "endpoint":
         from trtllm_specprefill.target.endpoint import EndpointTarget, connect
 
-        connection = connect(url, served_name or model, timeout_s)
+        connection = connect(url, served_name or model, timeout_s, as_text=as_text)
         return EndpointTarget(connection, engine_model(model, progress), context_tokens)
     manifest = Manifest.read(model)
     described = engine_model(manifest.model, progress)
