@@ -18,7 +18,9 @@ def job(tokens: list[int], params: Any, multimodal: Any, salt: int | str | None)
     positions = None
     config = ((multimodal.multimodal_data if multimodal else None) or {}).get("mrope_config")
     if config is not None:
-        ids, delta = config["mrope_position_ids"], config["mrope_position_deltas"]
+        ids, delta = (
+            config[name]["handle"] for name in ("mrope_position_ids", "mrope_position_deltas")
+        )
         assert ids.dtype is torch.int32, "mrope_position_ids must be int32"
         assert ids.shape == (3, 1, len(tokens)), "mrope_position_ids must be [3, 1, tokens]"
         assert delta.dtype is torch.int32, "mrope_position_deltas must be int32"

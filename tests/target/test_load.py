@@ -44,7 +44,7 @@ def test_an_engine_is_found_by_its_folder(
     wrong = "trtllm_llm" if kind == "trtllm_executor" else "trtllm_executor"
     with pytest.raises(InputError, match="backend"):
         load_target(wrong, str(tmp_path))
-    target.close()  # type: ignore[attr-defined]
+    target.close()
 
 
 def test_an_endpoint_needs_a_url_and_may_have_fewer_positions(folder: Path) -> None:

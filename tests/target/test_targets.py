@@ -10,10 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
+from tests.strategies import WORDS
 from tests.target.conftest import Maker, never_ending
 from tests.test_judges import Spelling, random_model
+from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import ContextTooLong, TargetFailed, UnsupportedPositions
+from trtllm_specprefill.pipeline import SpecPrefill
 from trtllm_specprefill.plan import PrunePlan, Reason, resolve_positions
 from trtllm_specprefill.settings import Sampling
 from trtllm_specprefill.target.base import Step, Target
@@ -253,6 +257,19 @@ def test_an_engine_that_ignores_positions_is_refused_for_original_ones(
         resolve_positions("original", support, **plan)
 
 
+def test_a_dense_prompt_after_a_pruned_one_is_answered_as_if_alone(maker: Maker) -> None:
+    # omlx 766, 2484: what a sparse request left behind changed the next one.
+    model = never_ending(random_model("llama", Spelling()))
+    made, pruned = maker(model), plan_of(64, 2000)
+    whole = dense(pruned)
+    alone = tokens_of(TorchTarget(model), whole)
+    stream = made.target.stream(pruned, Sampling(max_tokens=50))
+    next(stream)  # under way
+    assert tokens_of(made.target, whole) == alone
+    stream.close()
+    assert tokens_of(made.target, whole) == alone
+
+
 @pytest.mark.parametrize("pruned_first", [True, False])
 def test_blocks_of_a_pruned_prompt_never_meet_a_dense_one(
     engine_maker: Maker, pruned_first: bool
@@ -303,3 +320,28 @@ def test_the_engines_own_ttft_is_logged(
         tokens_of(maker().target, plan_of(10, 20))
     assert "engine TTFT" in caplog.text
     maker.stop()
+
+
+def test_the_pipeline_prunes_for_an_engine_as_for_torch(
+    engine_maker: Maker, byte_level: PreTrainedTokenizerFast
+) -> None:
+    model = never_ending(random_model("llama", byte_level, vocab_size=len(byte_level)))
+    text = " ".join(np.random.default_rng().choice(WORDS, size=500)) + ". Where is the key?"
+    knobs: dict[str, Any] = {"threshold": 100, "min_keep_tokens": 0, "keep": 0.3, "max_tokens": 6}
+    made = engine_maker(model)
+    draft = TorchDraft(model)
+    got = SpecPrefill(draft, made.target).generate(text, **knobs)
+    expected = SpecPrefill(draft, TorchTarget(model)).generate(text, **knobs)
+    assert got.plan.reason is Reason.PRUNED
+    assert got.plan.positions == expected.plan.positions == "original"
+    assert (got.text, got.token_ids) == (expected.text, expected.token_ids)
+
+    # The engine fails on the pruned prompt: the full one is answered, and says why.
+    assert made.setup is not None
+    whole = len(byte_level.encode(text))
+    made.setup.fail = lambda job, step: "CUDA error" if len(job.tokens) < whole else ""
+    fallen = SpecPrefill(draft, made.target).generate(text, **knobs)
+    assert fallen.plan.reason is Reason.UNSUPPORTED_TARGET
+    assert "CUDA error" in fallen.plan.detail
+    dense_answer = SpecPrefill(None, TorchTarget(model)).generate(text, max_tokens=6)
+    assert fallen.text == dense_answer.text

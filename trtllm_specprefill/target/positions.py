@@ -71,21 +71,24 @@ def check_positions(
     A target whose answers to one and the same plan differ is not believed either.
     """
     pairs = probe_plans(vocabulary)
-    far = [respond(scattered) for scattered, _ in pairs]
-    near = [respond(contiguous) for _, contiguous in pairs]
-    again = [respond(contiguous) for _, contiguous in pairs]
-    if not all(map(_same, near, again)):
-        return PositionCheck(False, "the same probe twice gave two answers")
-    differ = sum(not _same(a, b) for a, b in zip(far, near, strict=True))
-    if not differ:
+    far, near = [], []
+    for scattered, contiguous in pairs:
+        far.append(respond(scattered))
+        near.append(respond(contiguous))
+        if not _same(near[-1], respond(contiguous)):
+            return PositionCheck(False, "the same probe twice gave two answers")
+        if recorded is None and not _same(far[-1], near[-1]):
+            return PositionCheck(True, "a probe answered differently at scattered positions")
+    if all(map(_same, far, near)):
         return PositionCheck(False, f"{len(pairs)} probes answered alike at any positions")
-    detail = f"{differ} of {len(pairs)} probes answered differently at scattered positions"
-    if recorded is None:
-        return PositionCheck(True, detail)
+    assert recorded is not None
     first = [int(answer[0]) for answer in far]
     right, wrong = _agree(first, recorded.scattered), _agree(first, recorded.contiguous)
-    detail += f"; {right} as recorded for them, {wrong} as recorded for contiguous ones"
-    return PositionCheck(2 * right >= len(pairs) and right > wrong, detail)
+    return PositionCheck(
+        2 * right >= len(pairs) and right > wrong,
+        f"at scattered positions {right} of {len(pairs)} probes answered as recorded for them,"
+        f" {wrong} as recorded for contiguous ones",
+    )
 
 
 def _same(a: NDArray[Any], b: NDArray[Any]) -> bool:

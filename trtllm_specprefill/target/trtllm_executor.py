@@ -88,7 +88,7 @@ class ExecutorTarget(Target):
         return prefill_operations(self._model.config, tokens)
 
     def close(self) -> None:
-        """Stop the executor, and with it the other ranks."""
+        """See `Target.close`. Stops the other ranks too."""
         self._executor.shutdown()
 
     def request(self, plan: PrunePlan, sampling: Sampling) -> trtllm.Request:

@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +28,7 @@ from trtllm_specprefill.target.steps import Chunk, assemble
 if TYPE_CHECKING:
     from tensorrt_llm import SamplingParams
     from tensorrt_llm.executor.result import CompletionOutput, GenerationResult
+    from tensorrt_llm.inputs.multimodal import MultimodalParams
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class LLMTarget(Target):
         return prefill_operations(self._model.config, tokens)
 
     def close(self) -> None:
-        """Stop the engine and its ranks."""
+        """See `Target.close`. Stops the other ranks too."""
         self._llm.shutdown()
 
     def _params(self, sampling: Sampling) -> SamplingParams:
@@ -108,30 +109,32 @@ class LLMTarget(Target):
             add_special_tokens=False,
         )
 
-    def _positions(self, plan: PrunePlan) -> dict[str, Any]:
-        """The plan's positions as `multimodal_data`; nothing for a checkpoint that takes none."""
+    def _positions(self, plan: PrunePlan) -> MultimodalParams | None:
+        """The plan's positions beside its tokens; None for a checkpoint that takes none."""
+        from tensorrt_llm.inputs.multimodal import MultimodalParams
+
         if not self._manifest.original_positions:
-            return {}
-        return {
-            "mrope_config": {
-                "mrope_position_ids": torch.from_numpy(mrope_position_ids(plan)),
-                "mrope_position_deltas": torch.from_numpy(mrope_position_deltas(plan)),
-            }
+            return None
+        rotary = {
+            "mrope_position_ids": torch.from_numpy(mrope_position_ids(plan)),
+            "mrope_position_deltas": torch.from_numpy(mrope_position_deltas(plan)),
         }
+        positions = MultimodalParams(multimodal_data={"mrope_config": rotary})
+        positions.to_handle("multimodal_data")  # as `LLM` does before tensors go to its workers
+        return positions
 
     def _submit(self, plan: PrunePlan, sampling: Sampling) -> GenerationResult:
         """Start a request, by the way the installed version has for position ids."""
-        from tensorrt_llm.inputs.multimodal import MultimodalParams
         from tensorrt_llm.llmapi import llm
 
         ids, params = plan.input_ids.tolist(), self._params(sampling)
-        multimodal = MultimodalParams(multimodal_data=self._positions(plan))
+        positions = self._positions(plan)
         # Blocks are known by their tokens, not their positions: pruned ones must not be met.
         salted = self._salted and plan.reason is Reason.PRUNED
         inputs_of = getattr(llm, "PreprocessedInputs", None)
         if inputs_of is not None:  # from 1.3 on
             result: GenerationResult = self._llm.generate_async(
-                inputs_of(prompt_token_ids=ids, multimodal_params=multimodal),
+                inputs_of(prompt_token_ids=ids, multimodal_params=positions),
                 sampling_params=params,
                 streaming=True,
                 cache_salt=secrets.token_hex(16) if salted else None,
@@ -141,7 +144,7 @@ class LLMTarget(Target):
             ids,
             params,
             streaming=True,
-            multimodal_params=multimodal,
+            multimodal_params=positions,
             cache_salt_id=secrets.randbits(63) + 1 if salted else None,
         )
 

@@ -14,3 +14,12 @@ class MultimodalParams:
     multimodal_input: Any = None
     multimodal_data: dict[str, Any] | None = field(default_factory=dict)
     multimodal_runtime: Any = None
+
+    def to_handle(self, element: str) -> None:
+        if element != "multimodal_data":
+            raise ValueError(f"Unsupported element '{element}'")
+        assert self.multimodal_data is not None
+        self.multimodal_data = {
+            kind: {name: {"handle": tensor} for name, tensor in values.items()}
+            for kind, values in self.multimodal_data.items()
+        }
