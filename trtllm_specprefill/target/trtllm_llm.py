@@ -7,7 +7,7 @@ in which only some do gives a position tensor that is too short.
 
 from __future__ import annotations
 
-import logging
+import queue
 import secrets
 from collections.abc import Generator
 from pathlib import Path
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from tensorrt_llm import SamplingParams
     from tensorrt_llm.executor.result import CompletionOutput, GenerationResult
     from tensorrt_llm.inputs.multimodal import MultimodalParams
-
-_log = logging.getLogger(__name__)
 
 
 class LLMTarget(Target):
@@ -157,8 +155,12 @@ class LLMTarget(Target):
             while not result.finished:
                 try:
                     result._result_step(self._timeout)
+                except queue.Empty:
+                    raise TargetFailed(
+                        f"target {self.name}: no token within {self._timeout:g} s"
+                    ) from None
                 except Exception as error:
-                    raise TargetFailed(f"target {self.name}: {_words(error)}") from error
+                    raise TargetFailed(f"target {self.name}: {error}") from error
                 yield self._chunk(result.outputs[0])
         finally:
             if not result.finished:
@@ -170,7 +172,3 @@ class LLMTarget(Target):
         raise TargetFailed(
             f"target {self.name}: the engine ended the request: {output.finish_reason}"
         )
-
-
-def _words(error: Exception) -> str:
-    return str(error) or type(error).__name__
