@@ -31,6 +31,10 @@ _RUN_EXAMPLE = (
 )
 _SCORE_EXAMPLE = "Example: specprefill score --prompt report.txt --keep 0.1 --json"
 
+_CAPACITY_EXAMPLE = (
+    "Example: specprefill plan-capacity --draft llama-8b --target llama-405b --gpus 8 --keep 0.1"
+)
+
 Prompt_ = Annotated[
     str | None, typer.Option("--prompt", metavar="FILE", help="A text to complete; - is stdin.")
 ]
@@ -263,6 +267,50 @@ def score(
         f"{kept.tokens} of {len(prepared.target)} tokens kept ({kept.keep_rate:.1%}),"
         f" holding {kept.mass:.1%} of the importance"
     )
+
+
+@app.command("plan-capacity", epilog=_CAPACITY_EXAMPLE)
+def plan_capacity(
+    draft: Annotated[str, typer.Option(metavar="MODEL", help="Directory or hub id; config only.")],
+    target: Annotated[str, typer.Option(metavar="MODEL", help="The same choices.")],
+    gpu: Annotated[str, typer.Option(help="a100-80gb, h100, h200 or l40s.")] = "h200",
+    gpus: Annotated[int, typer.Option(help="GPUs of the target.")] = 1,
+    draft_gpus: Annotated[
+        int, typer.Option(help="GPUs of the draft's own; 0: it shares the target's.")
+    ] = 0,
+    prompt: Annotated[int, typer.Option(help="Prompt length, in tokens.")] = 32_768,
+    keep: Annotated[float, typer.Option("--keep", help=Settings.meaning("keep_rate"))] = 0.3,
+    output: Annotated[int, typer.Option(help="Answer length, in tokens.")] = 256,
+    batch: Annotated[int, typer.Option(help="Most requests at a time.")] = 64,
+    precision: Annotated[str, typer.Option(help="Of the target: fp8 or bf16.")] = "fp8",
+    draft_precision: Annotated[str, typer.Option(help="Of the draft: fp8 or bf16.")] = "bf16",
+    as_json: Json_ = False,
+) -> None:
+    """Predict TTFT, KV memory and requests per second of a deployment, from a roofline."""
+    from trtllm_specprefill import capacity
+    from trtllm_specprefill.models import load_config
+
+    if gpu not in capacity.GPUS:
+        raise InputError("gpu", gpu, "one of " + ", ".join(capacity.GPUS))
+    served = capacity.Served.of(load_config(target), precision, gpus)
+    scorer = capacity.Served.of(load_config(draft), draft_precision, draft_gpus or gpus)
+    work = capacity.Workload(prompt, keep, output, batch=batch)
+    plan = capacity.plan_capacity(scorer, served, capacity.GPUS[gpu], work, shared=draft_gpus == 0)
+    if as_json:
+        print(json.dumps(plan.report()))
+        return
+    table = Table("predicted", "pruned", "dense", box=None)
+    table.add_row("TTFT", f"{plan.ttft_s:.3f} s", f"{plan.dense_ttft_s:.3f} s")
+    table.add_row("  draft", f"{plan.draft_s:.3f} s", "")
+    table.add_row("  target", f"{plan.prefill_s:.3f} s", f"{plan.dense_ttft_s:.3f} s")
+    dense_kv = plan.kv_bytes + plan.kv_saved
+    table.add_row("KV of a request", f"{plan.kv_bytes / 1e9:.2f} GB", f"{dense_kv / 1e9:.2f} GB")
+    table.add_row("requests at a time", str(plan.batch), str(plan.dense_batch))
+    table.add_row(
+        "requests per second", f"{plan.requests_per_s:.2f}", f"{plan.dense_requests_per_s:.2f}"
+    )
+    table.add_row("TTFT dense / pruned", f"{plan.speedup:.2f}x", "")
+    Console(highlight=False).print(table)
 
 
 def _settings(

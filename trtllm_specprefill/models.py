@@ -39,7 +39,7 @@ from trtllm_specprefill.fetch import (
 )
 from trtllm_specprefill.hardware import choose_device, choose_dtype
 
-__all__ = ["FetchFailed", "Model", "load_config", "load_model", "load_tokenizer"]
+__all__ = ["FetchFailed", "Model", "end_ids", "load_config", "load_model", "load_tokenizer"]
 
 _NAMES = (
     "a directory in Hugging Face format, a .gguf file, a hub id such as org/name, or one of "
@@ -106,7 +106,7 @@ def load_model(
         dtype=kind,
         device=where,
         licence=_licence(folder),
-        eos_token_ids=_eos_token_ids(module.generation_config, config, tokenizer),
+        eos_token_ids=end_ids(module.generation_config, config, tokenizer),
         context_length=_context_length(config, name),
         fingerprint=_fingerprint(folder),
     )
@@ -223,7 +223,8 @@ def _reading(source: str, name: str, allowed: str) -> Iterator[None]:
         raise InputError("model", name, f"{allowed} ({said(error)})") from error
 
 
-def _eos_token_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
+def end_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
+    """Every id that ends a generation, by any of a model's own files."""
     stated = (generation.eos_token_id, config.eos_token_id, tokenizer.eos_token_id)
     ids: set[int] = set()
     for one in stated:

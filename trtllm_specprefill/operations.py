@@ -81,3 +81,21 @@ def reading_operations(config: Any, tokens: int, layers: int) -> float:
         for window in layer_windows(config)[: layers - 1]
     )
     return 2.0 * tokens * weights + attention
+
+
+def parameters(config: Any) -> float:
+    """Weights of the decoder: every layer, all experts, embeddings and head; no norms or biases."""
+    experts = int(getattr(config, "num_local_experts", None) or 0) or int(
+        getattr(config, "num_experts", None) or 1
+    )
+    active = int(getattr(config, "num_experts_per_tok", None) or 1)
+    width = int(
+        getattr(config, "moe_intermediate_size", None)
+        or getattr(config, "intermediate_size", None)
+        or 4 * int(config.hidden_size)
+    )
+    idle = 3.0 * int(config.hidden_size) * width * max(experts - active, 0)
+    vocabulary = float(int(config.hidden_size) * int(config.vocab_size))
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    layers = int(config.num_hidden_layers) * (_weights_per_layer(config) + idle)
+    return layers + vocabulary * (1 if tied else 2)

@@ -45,3 +45,6 @@ class Target(ABC):
     @abstractmethod
     def operations(self, tokens: int) -> float:
         """Floating-point operations of prefilling `tokens` tokens."""
+
+    def close(self) -> None:  # noqa: B027  (most hold nothing)
+        """Let go of engines and processes; the target answers no more."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from itertools import count
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import (
     DynamicCache,
     TemperatureLogitsWarper,
@@ -19,7 +22,8 @@ from trtllm_specprefill.operations import prefill_operations, shortest_window
 from trtllm_specprefill.plan import PositionSupport, PrunePlan
 from trtllm_specprefill.settings import GREEDY_BELOW, Sampling
 from trtllm_specprefill.target.base import Step, Target
-from trtllm_specprefill.target.text import TextStream
+from trtllm_specprefill.target.positions import check_positions
+from trtllm_specprefill.target.steps import Chunk, assemble
 
 
 class TorchTarget(Target):
@@ -34,7 +38,7 @@ class TorchTarget(Target):
         self._model = model
         watch_layers(model)
         self.position_support = PositionSupport(
-            honoured=self._honours_positions(),
+            honoured=check_positions(self._logits, int(model.config.vocab_size)).honoured,
             window=shortest_window(model.config),
             context=model.context_length,
         )
@@ -42,31 +46,23 @@ class TorchTarget(Target):
     @torch.inference_mode()
     def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
         """See `Target.stream`. A fresh KV cache per call; nothing outlives the iterator."""
-        draw = _sampler(sampling, self._model.device)
-        text = TextStream(self.tokenizer, sampling.stop)
-        cache = new_cache(self._model)
-        ids = torch.from_numpy(plan.input_ids).long()
-        positions = torch.from_numpy(plan.position_ids).long()
-        for count in range(1, sampling.max_tokens + 1):
-            token = draw(self._forward(ids, positions, cache))
-            if token in self._model.eos_token_ids:
-                yield Step(text.finish(), (token,), "stop")
-                return
-            piece = text.push(token)
-            if text.stopped:
-                yield Step(piece, (token,), "stop")
-                return
-            if count == sampling.max_tokens:
-                piece += text.finish()
-                yield Step(piece, (token,), "stop" if text.stopped else "length")
-                return
-            yield Step(piece, (token,))
-            ids = torch.tensor([token])
-            positions = torch.tensor([plan.next_position + count - 1])
+        ends = self._model.eos_token_ids
+        yield from assemble(self._chunks(plan, sampling), self.tokenizer, sampling, ends)
 
     def operations(self, tokens: int) -> float:
         """See `Target.operations`."""
         return prefill_operations(self._model.config, tokens)
+
+    def _chunks(self, plan: PrunePlan, sampling: Sampling) -> Generator[Chunk, None, None]:
+        """Token by token, for as long as it is asked for another."""
+        draw = _sampler(sampling, self._model.device)
+        cache = new_cache(self._model)
+        ids = torch.from_numpy(plan.input_ids).long()
+        positions = torch.from_numpy(plan.position_ids).long()
+        for position in count(plan.next_position):
+            token = draw(self._forward(ids, positions, cache))
+            yield Chunk((token,))
+            ids, positions = torch.tensor([token]), torch.tensor([position])
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
@@ -81,14 +77,11 @@ class TorchTarget(Target):
         return logits
 
     @torch.inference_mode()
-    def _honours_positions(self) -> bool:
-        ids = torch.arange(1, 9)
-        near, far = torch.arange(8), torch.arange(8) * 3
-        return not torch.allclose(
-            self._forward(ids, near, new_cache(self._model)),
-            self._forward(ids, far, new_cache(self._model)),
-            atol=1e-4,
-        )
+    def _logits(self, plan: PrunePlan) -> NDArray[np.float32]:
+        """Logits `[vocab]` of the first token, for the check of positions."""
+        ids, positions = torch.from_numpy(plan.input_ids), torch.from_numpy(plan.position_ids)
+        logits = self._forward(ids.long(), positions.long(), new_cache(self._model))
+        return logits.cpu().numpy()
 
 
 def _sampler(sampling: Sampling, device: torch.device) -> Callable[[torch.Tensor], int]:

@@ -1,0 +1,115 @@
+"""`python -m engine_build`: one thin layer over the builds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine_build.commands import run_all
+from trtllm_specprefill.cli import run_app
+from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.models import load_config
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Build the models that are served.",
+)
+
+Engine_ = Annotated[Path, typer.Option(help="Folder of a built target.")]
+
+
+@app.callback()
+def _commands() -> None:
+    """Build the models that are served."""
+
+
+@app.command()
+def target(
+    model: Annotated[str, typer.Option(help="Directory of a model in Hugging Face format.")],
+    out: Annotated[Path, typer.Option(help="Where the engine goes.")],
+    backend: Annotated[str, typer.Option(help="tensorrt or pytorch.")] = "tensorrt",
+    precision: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
+    tp: Annotated[int, typer.Option(help="GPUs that share each layer.")] = 1,
+    pp: Annotated[int, typer.Option(help="Stages of layers, each on tp GPUs.")] = 1,
+    kept: Annotated[int, typer.Option(help="Longest prompt that is read, in tokens.")] = 40_960,
+    prompt: Annotated[
+        int | None,
+        typer.Option(help="Longest prompt asked; as the model's positions allow when absent."),
+    ] = None,
+    output: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 2048,
+    batch_size: Annotated[int, typer.Option(help="Most requests at a time.")] = 16,
+    chunk: Annotated[int, typer.Option(help="Most tokens of one engine step.")] = 8192,
+    examples: Annotated[
+        str, typer.Option(help="TensorRT-LLM's folder examples, of the same version.")
+    ] = "/app/tensorrt_llm/examples",
+    calibration: Annotated[
+        str, typer.Option(help="Data set for FP8: a hub id or a directory.")
+    ] = "cnn_dailymail",
+    record_probes: Annotated[
+        bool, typer.Option("--record-probes", help="Let torch answer the start-up probes.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the commands and the manifest; run nothing.")
+    ] = False,
+) -> None:
+    """Build a target for TensorRT-LLM: quantise, make the checkpoint, build the engine."""
+    from engine_build.target import TargetBuild
+    from trtllm_specprefill.target.manifest import MANIFEST
+
+    if backend not in ("tensorrt", "pytorch"):
+        raise InputError("backend", backend, "tensorrt or pytorch")
+    if precision not in ("fp8", "bf16"):
+        raise InputError("precision", precision, "fp8 or bf16")
+    config = load_config(model)
+    build = TargetBuild(
+        model=model,
+        out=out,
+        backend="tensorrt" if backend == "tensorrt" else "pytorch",
+        precision="fp8" if precision == "fp8" else "bf16",
+        tensor_parallel=tp,
+        pipeline_parallel=pp,
+        kept=kept,
+        prompt=int(config.max_position_embeddings) - output if prompt is None else prompt,
+        output=output,
+        batch_size=batch_size,
+        chunk=chunk,
+        examples=examples,
+        calibration=calibration,
+        record_probes=record_probes,
+    )
+    build.check(config)
+    manifest, commands = build.manifest(config), build.commands(config)
+    if not manifest.original_positions:
+        print("# this model serves contiguous positions only on the PyTorch backend")
+    if dry_run:
+        for command in commands:
+            print(f"# {command.why}\n{command.shown()}\n")
+        print(f"# {out / MANIFEST}\n{manifest.model_dump_json(indent=2)}")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    manifest.write(out)
+    run_all(commands, print)
+
+
+@app.command()
+def positions(engine: Engine_) -> None:
+    """Let a Qwen2 checkpoint rotate by position ids, in its config."""
+    from engine_build.target import write_rotation
+
+    write_rotation(engine)
+
+
+@app.command()
+def probes(engine: Engine_) -> None:
+    """Let torch answer the probes of the start-up check, into the manifest."""
+    from engine_build.probes import record_probes
+
+    record_probes(engine)
+
+
+if __name__ == "__main__":
+    run_app(app)

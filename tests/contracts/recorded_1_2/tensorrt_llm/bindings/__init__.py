@@ -1,0 +1,5 @@
+"""Native bindings."""
+
+from tensorrt_llm.bindings import executor
+
+__all__ = ["executor"]

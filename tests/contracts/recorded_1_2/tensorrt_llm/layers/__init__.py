@@ -1,0 +1,5 @@
+"""Layers of the TensorRT backend."""
+
+from tensorrt_llm.layers import attention
+
+__all__ = ["attention"]

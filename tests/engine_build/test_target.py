@@ -1,0 +1,268 @@
+"""What a build of a target would run, and the limits it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+from typer.testing import CliRunner
+
+from engine_build.__main__ import app
+from engine_build.commands import BuildFailed, Command, run_all
+from engine_build.probes import probe_tokens
+from engine_build.target import TargetBuild, rotate_by_position_ids, write_rotation
+from tests.test_judges import Spelling, random_model
+from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.plan import PrunePlan
+from trtllm_specprefill.settings import Sampling
+from trtllm_specprefill.target.manifest import MANIFEST, Manifest
+from trtllm_specprefill.target.positions import Recorded, check_positions
+from trtllm_specprefill.target.torch import TorchTarget
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+GOLDEN = {
+    "llama-3.1-70b-fp8-tp8": ["llama-3.1-70b", "--precision", "fp8", "--tp", "8"],
+    "llama-3.1-405b-fp8-tp8": ["llama-3.1-405b", "--precision", "fp8", "--tp", "8"],
+    "qwen2.5-72b-pytorch": [
+        *("qwen2.5-72b", "--backend", "pytorch", "--precision", "fp8", "--tp", "4"),
+        *("--kept", "16384"),
+    ],
+}
+
+
+def run(*arguments: str) -> str:
+    """What the command line prints."""
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert not done.exit_code, done.output
+    return done.stdout
+
+
+def printed(name: str) -> str:
+    model, *options = GOLDEN[name]
+    where = f"tests/engine_build/configs/{model}"
+    shown = run("target", "--model", where, "--out", f"engines/{name}", *options, "--dry-run")
+    return shown.replace(str(ROOT), "CHECKOUT")
+
+
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_commands_are_those_committed(name: str) -> None:
+    golden = HERE / "golden" / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(printed(name), encoding="utf-8")
+    assert printed(name) == golden.read_text(encoding="utf-8")
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    where = HERE / "configs" / "llama-3.1-8b"
+    run("target", "--model", str(where), "--out", str(tmp_path / "made"), "--dry-run")
+    assert not list(tmp_path.iterdir())
+
+
+def build_of(model: str = "llama-3.1-70b", **changes: Any) -> TargetBuild:
+    build = TargetBuild(
+        model=model,
+        out=Path("engine"),
+        backend="tensorrt",
+        precision="fp8",
+        tensor_parallel=8,
+        pipeline_parallel=1,
+        kept=30_000,
+        prompt=120_000,
+        output=1000,
+        batch_size=8,
+        chunk=8192,
+        examples="examples",
+        calibration="texts",
+        record_probes=False,
+    )
+    return replace(build, **changes)
+
+
+def config_of(model: str, **changes: Any) -> Any:
+    config = AutoConfig.from_pretrained(HERE / "configs" / model)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def options_of(command: Command) -> dict[str, str]:
+    words = command.arguments
+    return {a: b for a, b in pairwise(words) if a.startswith("--")}
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "pytorch"])
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_every_flag_is_in_its_public_source(backend: Any, precision: Any) -> None:
+    known = json.loads((HERE / "flags.json").read_text(encoding="utf-8"))
+    build = build_of(backend=backend, precision=precision, record_probes=True)
+    seen = set()
+    for command in build.commands(config_of("llama-3.1-70b")):
+        tool = next((t for t in known if any(a.endswith(t) for a in command.arguments)), None)
+        if tool is None:
+            assert command.arguments[0] == "cp" or "engine_build" in command.arguments
+            continue
+        seen.add(tool)
+        for flag, value in options_of(command).items():
+            allowed = known[tool]["flags"][flag]
+            assert allowed is None or value in allowed, (flag, value)
+    assert "trtllm-build" in seen or backend == "pytorch"
+
+
+def test_the_two_lengths_are_kept_apart() -> None:
+    build, config = build_of(), config_of("llama-3.1-70b")
+    build.check(config)
+    options = options_of(build.commands(config)[-1])
+    assert options["--max_seq_len"] == "31000"  # what is kept, and the answer
+    assert options["--max_input_len"] == "30000"
+    manifest = build.manifest(config)
+    assert (manifest.kv_tokens, manifest.positions) == (31_000, 121_000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt": 130_073}, r"prompt.*131072 positions"),
+        ({"kept": 120_001}, r"kept.*120000"),
+        ({"kept": 0}, "kept"),
+        ({"tensor_parallel": 3}, r"tp.*64 heads"),
+        ({"tensor_parallel": 0}, "tp"),
+        ({"pipeline_parallel": 3}, r"pp.*80 layers"),
+        ({"pipeline_parallel": 2}, r"pp.*no position ids"),
+    ],
+)
+def test_a_limit_that_cannot_hold_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        build_of(**changes).check(config_of("llama-3.1-70b"))
+
+
+def test_the_last_token_of_the_longest_answer_still_has_a_position() -> None:
+    build_of(prompt=130_072).check(config_of("llama-3.1-70b"))
+
+
+def test_families_that_cannot_be_rotated_are_refused() -> None:
+    with pytest.raises(InputError, match=r"gemma.*llama"):
+        build_of().check(config_of("llama-3.1-70b", model_type="gemma"))
+
+
+def test_the_pytorch_backend_says_where_positions_do_not_reach() -> None:
+    shown = run(
+        *("target", "--model", str(HERE / "configs" / "llama-3.1-8b"), "--out", "made"),
+        *("--backend", "pytorch", "--precision", "bf16", "--dry-run"),
+    )
+    assert "contiguous positions only" in shown
+    assert '"original_positions": false' in shown
+    build_of(backend="pytorch", pipeline_parallel=2).check(config_of("llama-3.1-70b"))
+
+
+def test_a_qwen_config_that_rotates_by_position_ids_is_ordinary_rotary_embedding() -> None:
+    text = (HERE / "configs" / "qwen2.5-72b" / "config.json").read_text(encoding="utf-8")
+    before = json.loads(text)
+    after = rotate_by_position_ids(before)
+    rotary = after["rope_scaling"]
+    assert rotary["mrope_section"] == [16, 24, 24]  # as Qwen2-VL has it, of 64
+    assert sum(rotary["mrope_section"]) == 64
+    assert after["disable_fuse_rope"] is True
+    assert {k: v for k, v in after.items() if k not in ("rope_scaling", "disable_fuse_rope")} == {
+        k: v for k, v in before.items() if k != "rope_scaling"
+    }
+    assert rotate_by_position_ids(after) == after
+    # Three equal axes, cut into sections and put together again, are the one axis.
+    embedding = Qwen2RotaryEmbedding(config=Qwen2Config(hidden_size=512, num_attention_heads=4))
+    positions = torch.from_numpy(np.random.default_rng().integers(0, 30_000, (1, 50)))
+    cos, _ = embedding(torch.zeros(1, 50, 512), positions)
+    axes = cos[None, :, :, :64].expand(3, -1, -1, -1)
+    parts = [p[i % 3] for i, p in enumerate(axes.split(rotary["mrope_section"], dim=-1))]
+    assert torch.equal(torch.cat(parts, dim=-1), cos[..., :64])
+
+
+def test_a_config_that_cannot_say_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="llama"):
+        rotate_by_position_ids({"model_type": "llama"})
+    scaled = {"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 4.0}}
+    with pytest.raises(InputError, match="rope_scaling"):
+        rotate_by_position_ids(scaled)
+    with pytest.raises(InputError, match="engine"):
+        write_rotation(tmp_path)
+
+
+def test_the_positions_step_changes_the_checkpoint_in_place(tmp_path: Path) -> None:
+    text = (HERE / "configs" / "qwen2.5-72b" / "config.json").read_text(encoding="utf-8")
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    run("positions", "--engine", str(tmp_path))
+    made = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert made == rotate_by_position_ids(json.loads(text))
+
+
+def test_recorded_probes_are_what_the_model_itself_answers_and_nothing_else_does() -> None:
+    model = random_model("llama", Spelling())
+    probes = probe_tokens(model)
+    recorded = Recorded(probes.scattered, probes.contiguous)
+    target = TorchTarget(model)
+
+    def token(plan: PrunePlan) -> np.ndarray:
+        shown = next(target.stream(plan, Sampling(max_tokens=1))).token_ids[0]
+        return np.array([-1 if shown in model.eos_token_ids else shown])
+
+    vocabulary = model.config.vocab_size
+    assert check_positions(token, vocabulary, recorded).honoured
+    other = probe_tokens(random_model("llama", Spelling()))
+    wrong = Recorded(other.scattered, other.contiguous)
+    assert not check_positions(token, vocabulary, wrong).honoured
+
+
+def test_a_build_runs_its_commands_in_order_and_stops_at_the_first_that_fails(
+    tmp_path: Path,
+) -> None:
+    def touch(name: str, code: int = 0) -> Command:
+        program = f"import os, pathlib, sys; pathlib.Path({str(tmp_path / name)!r}).write_text("
+        program += f"os.environ['FOR']); sys.exit({code})"
+        return Command(name, (sys.executable, "-c", program), {"FOR": name})
+
+    said: list[str] = []
+    with pytest.raises(BuildFailed, match="code 3"):
+        run_all([touch("first"), touch("second", 3), touch("third")], said.append)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "second"]
+    assert (tmp_path / "second").read_text() == "second"
+    assert len(said) == 2
+    with pytest.raises(BuildFailed, match="no-such-program"):
+        run_all([Command("x", ("no-such-program",))], said.append)
+
+
+def test_a_shown_command_is_one_that_a_shell_takes() -> None:
+    command = Command("x", (sys.executable, "-c", "import sys; print(sys.argv[1:])", "--a", "b c"))
+    done = subprocess.run(["bash", "-c", command.shown()], capture_output=True, text=True)
+    assert done.stdout.strip() == "['--a', 'b c']"
+
+
+def test_a_bf16_checkpoint_is_copied_and_told_about(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    text = (HERE / "configs" / "qwen2.5-72b" / "config.json").read_text(encoding="utf-8")
+    (model / "config.json").write_text(text, encoding="utf-8")
+    (model / "weights.safetensors").write_bytes(b"weights")
+    out = tmp_path / "engine"
+    run(
+        *("target", "--model", str(model), "--out", str(out), "--backend", "pytorch"),
+        *("--precision", "bf16", "--kept", "8192"),
+    )
+    assert (out / "weights.safetensors").read_bytes() == b"weights"
+    assert json.loads((out / "config.json").read_text())["disable_fuse_rope"] is True
+    assert Manifest.read(out).original_positions
+    assert (out / MANIFEST).is_file()

@@ -1,0 +1,75 @@
+"""The deployment kit says the same everywhere, and only of files that are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+PORTS = [8000, 8001, 8002]  # Triton's own: HTTP, gRPC, metrics
+
+
+def dockerfile() -> str:
+    return (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+
+
+def manifests() -> dict[str, Any]:
+    text = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
+    return {one["kind"]: one for one in yaml.safe_load_all(text)}
+
+
+def compose() -> dict[str, Any]:
+    text = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
+    service: dict[str, Any] = yaml.safe_load(text)["services"]["triton"]
+    return service
+
+
+def test_the_image_copies_what_is_there_and_all_that_engines_are_built_with() -> None:
+    copied = [w for line in re.findall(r"^COPY (.*)$", dockerfile(), re.M) for w in line.split()]
+    sources = {word for word in copied if word != "./"}
+    assert all((ROOT / source).exists() for source in sources)
+    assert {"trtllm_specprefill", "engine_build", "pyproject.toml", "README.md"} <= sources
+    readme = re.search(r'readme = "(.*)"', (ROOT / "pyproject.toml").read_text())
+    assert readme is not None
+    assert readme[1] in sources  # the build needs it
+
+
+def test_ports_are_the_same_everywhere() -> None:
+    exposed = re.search(r"^EXPOSE (.*)$", dockerfile(), re.M)
+    assert exposed is not None
+    assert [int(port) for port in exposed[1].split()] == PORTS
+    assert [int(port.split(":")[-1]) for port in compose()["ports"]] == PORTS
+    assert all(port.startswith("127.0.0.1:") for port in compose()["ports"])
+    pod = manifests()["Deployment"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    named = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert sorted(named.values()) == PORTS
+    assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(named["metrics"])
+    service = manifests()["Service"]["spec"]
+    assert {p["targetPort"]: p["port"] for p in service["ports"]} == named
+
+
+def test_probes_ask_the_server_and_give_an_engine_time_to_load() -> None:
+    deployment = manifests()["Deployment"]["spec"]
+    (container,) = deployment["template"]["spec"]["containers"]
+    ready = container["readinessProbe"]["httpGet"]
+    assert ready == container["startupProbe"]["httpGet"]
+    assert ready["path"] == "/v2/health/ready"
+    assert ready["path"] in dockerfile()
+    start = container["startupProbe"]
+    assert start["periodSeconds"] * start["failureThreshold"] >= 1800
+    assert "--start-period=30m" in dockerfile()
+    assert manifests()["Service"]["spec"]["selector"] == deployment["selector"]["matchLabels"]
+    assert deployment["template"]["metadata"]["labels"] == deployment["selector"]["matchLabels"]
+
+
+def test_every_way_reads_models_from_the_same_places() -> None:
+    (container,) = manifests()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    mounted = {m["mountPath"] for m in container["volumeMounts"]}
+    assert {"/repository", "/engines", "/dev/shm"} == mounted
+    assert {v.split(":")[-2] for v in compose()["volumes"]} == {"/repository", "/engines"}
+    assert "--model-repository=/repository" in dockerfile()

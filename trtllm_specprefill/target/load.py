@@ -1,0 +1,88 @@
+"""One door to every kind of target, for whoever reads settings from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, get_args
+
+from transformers import GenerationConfig
+
+from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.fetch import Progress
+from trtllm_specprefill.models import end_ids, load_config, load_model, load_tokenizer
+from trtllm_specprefill.target.base import Target
+from trtllm_specprefill.target.engine import EngineModel
+from trtllm_specprefill.target.manifest import Manifest
+
+TargetKind = Literal["torch", "trtllm_executor", "trtllm_llm", "endpoint"]
+
+
+def load_target(
+    kind: str,
+    model: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    url: str = "",
+    served_name: str = "",
+    as_text: bool = False,
+    context_tokens: int | None = None,
+    block_reuse: bool = False,
+    timeout_s: float = 600.0,
+    progress: Progress | None = None,
+) -> Target:
+    """A target that is ready to answer; how it treats positions has been found out.
+
+    Args:
+        kind: `torch`; `trtllm_executor` or `trtllm_llm`, an engine made by `engine_build`;
+            `endpoint`, any server that runs the model unchanged.
+        model: a model as `load_model` takes it; for an engine its folder; for an endpoint the
+            model whose tokenizer and config the server uses.
+        dtype, device: of `torch`.
+        url: of an endpoint, as `endpoint.connect` takes it.
+        served_name: what an endpoint calls the model; `model` when empty.
+        as_text: send an endpoint the prompt as text; for servers that take no token ids.
+        context_tokens: positions of an endpoint, where it has fewer than its model.
+        block_reuse: of an engine: keep KV blocks, pruned prompts under salts of their own.
+        timeout_s: of engines and endpoints: longest wait for the next token.
+        progress: told, in a line each, of anything that takes long.
+
+    Raises:
+        InputError: names the argument, the value and what is allowed.
+        TargetFailed: the check of an engine's positions failed to run.
+    """
+    if kind not in get_args(TargetKind):
+        raise InputError("target", kind, "one of " + ", ".join(get_args(TargetKind)))
+    if kind == "torch":
+        from trtllm_specprefill.target.torch import TorchTarget
+
+        return TorchTarget(load_model(model, dtype, device, progress))
+    if kind == "endpoint":
+        from trtllm_specprefill.target.endpoint import EndpointTarget, connect
+
+        connection = connect(url, served_name or model, timeout_s, as_text=as_text)
+        return EndpointTarget(connection, engine_model(model, progress), context_tokens)
+    manifest = Manifest.read(model)
+    described = engine_model(manifest.model, progress)
+    if kind == "trtllm_executor":
+        from trtllm_specprefill.target.trtllm_executor import ExecutorTarget
+
+        return ExecutorTarget(
+            model, described, manifest, block_reuse=block_reuse, timeout_s=timeout_s
+        )
+    from trtllm_specprefill.target.trtllm_llm import LLMTarget
+
+    return LLMTarget(model, described, manifest, block_reuse=block_reuse, timeout_s=timeout_s)
+
+
+def engine_model(name: str, progress: Progress | None = None) -> EngineModel:
+    """Tokenizer, config and end ids of a model, without its weights.
+
+    Raises `InputError` for a model whose files cannot be read.
+    """
+    tokenizer = load_tokenizer(name, progress)
+    config = load_config(name, progress)
+    source = tokenizer.name_or_path
+    generation = Path(source) / "generation_config.json"
+    stated = GenerationConfig.from_pretrained(source) if generation.is_file() else None
+    return EngineModel(name, tokenizer, config, end_ids(stated or config, config, tokenizer))

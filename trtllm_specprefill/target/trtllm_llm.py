@@ -1,0 +1,174 @@
+"""The target as TensorRT-LLM's LLM API on its PyTorch backend (1.2 to 1.4).
+
+Position ids travel as MRoPE positions, three equal rows of them; the checkpoint's config must
+say so, which `engine_build` sees to. Every request carries them, dense ones too: in 1.2 a batch
+in which only some do gives a position tensor that is too short.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from trtllm_specprefill.errors import InputError, TargetFailed
+from trtllm_specprefill.operations import prefill_operations
+from trtllm_specprefill.plan import PrunePlan, Reason
+from trtllm_specprefill.settings import GREEDY_BELOW, Sampling
+from trtllm_specprefill.target.base import Step, Target
+from trtllm_specprefill.target.engine import EngineModel, check_kv_fits, support_of
+from trtllm_specprefill.target.manifest import Manifest
+from trtllm_specprefill.target.positions import mrope_position_deltas, mrope_position_ids
+from trtllm_specprefill.target.steps import Chunk, assemble
+
+if TYPE_CHECKING:
+    from tensorrt_llm import SamplingParams
+    from tensorrt_llm.executor.result import CompletionOutput, GenerationResult
+    from tensorrt_llm.inputs.multimodal import MultimodalParams
+
+
+class LLMTarget(Target):
+    """Answers with the checkpoint in `folder`, one `LLM` for many requests at a time.
+
+    block_reuse: keep KV blocks between requests, each pruned prompt under a salt of its own.
+    timeout_s: longest wait for the next token. Raises `InputError` when TensorRT-LLM is not
+    installed, or `folder` is no checkpoint for it.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: EngineModel,
+        manifest: Manifest,
+        *,
+        block_reuse: bool = False,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if manifest.backend != "pytorch":
+            raise InputError("engine", str(folder), "a checkpoint for the PyTorch backend")
+        try:
+            from tensorrt_llm.llmapi import LLM, KvCacheConfig
+        except ImportError as error:
+            raise InputError(
+                "target",
+                "trtllm_llm",
+                "with TensorRT-LLM 1.2 to 1.4 installed (pip install tensorrt-llm==1.2.1, or"
+                f" NVIDIA's container) ({error})",
+            ) from error
+        self.name, self.tokenizer = model.name, model.tokenizer
+        self._model, self._manifest = model, manifest
+        self._timeout, self._salted = timeout_s, block_reuse
+        self._llm = LLM(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            tensor_parallel_size=manifest.tensor_parallel,
+            pipeline_parallel_size=manifest.pipeline_parallel,
+            max_batch_size=manifest.batch_size,
+            max_seq_len=manifest.kv_tokens,
+            kv_cache_config=KvCacheConfig(enable_block_reuse=block_reuse),
+        )
+        self.position_support = support_of(model, manifest, self._chunks)
+
+    def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
+        """See `Target.stream`. Raises `ContextTooLong` beyond the engine's KV length."""
+        check_kv_fits(plan, sampling, self._manifest)
+        yield from assemble(
+            self._chunks(plan, sampling), self.tokenizer, sampling, self._model.end_ids
+        )
+
+    def operations(self, tokens: int) -> float:
+        """See `Target.operations`."""
+        return prefill_operations(self._model.config, tokens)
+
+    def close(self) -> None:
+        """See `Target.close`. Stops the other ranks too."""
+        self._llm.shutdown()
+
+    def _params(self, sampling: Sampling) -> SamplingParams:
+        from tensorrt_llm import SamplingParams
+
+        end_id, *other_ends = sorted(self._model.end_ids) or (None,)
+        greedy = sampling.temperature < GREEDY_BELOW
+        return SamplingParams(
+            end_id=end_id,
+            pad_id=end_id,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=other_ends or None,
+            top_k=1 if greedy else sampling.top_k or None,
+            # Without a top_p the runtime takes 0, and 0 with no top_k is greedy.
+            top_p=None if greedy else sampling.top_p,
+            temperature=None if greedy else sampling.temperature,
+            seed=sampling.seed,
+            detokenize=False,
+            add_special_tokens=False,
+        )
+
+    def _positions(self, plan: PrunePlan) -> MultimodalParams | None:
+        """The plan's positions beside its tokens; None for a checkpoint that takes none."""
+        from tensorrt_llm.inputs.multimodal import MultimodalParams
+
+        if not self._manifest.original_positions:
+            return None
+        rotary = {
+            "mrope_position_ids": torch.from_numpy(mrope_position_ids(plan)),
+            "mrope_position_deltas": torch.from_numpy(mrope_position_deltas(plan)),
+        }
+        positions = MultimodalParams(multimodal_data={"mrope_config": rotary})
+        positions.to_handle("multimodal_data")  # as `LLM` does before tensors go to its workers
+        return positions
+
+    def _submit(self, plan: PrunePlan, sampling: Sampling) -> GenerationResult:
+        """Start a request, by the way the installed version has for position ids."""
+        from tensorrt_llm.llmapi import llm
+
+        ids, params = plan.input_ids.tolist(), self._params(sampling)
+        positions = self._positions(plan)
+        # Blocks are known by their tokens, not their positions: pruned ones must not be met.
+        salted = self._salted and plan.reason is Reason.PRUNED
+        inputs_of = getattr(llm, "PreprocessedInputs", None)
+        if inputs_of is not None:  # from 1.3 on
+            result: GenerationResult = self._llm.generate_async(
+                inputs_of(prompt_token_ids=ids, multimodal_params=positions),
+                sampling_params=params,
+                streaming=True,
+                cache_salt=secrets.token_hex(16) if salted else None,
+            )
+            return result
+        return self._llm._executor.generate_async(
+            ids,
+            params,
+            streaming=True,
+            multimodal_params=positions,
+            cache_salt_id=secrets.randbits(63) + 1 if salted else None,
+        )
+
+    def _chunks(self, plan: PrunePlan, sampling: Sampling) -> Generator[Chunk, None, None]:
+        try:
+            result = self._submit(plan, sampling)
+        except Exception as error:  # the engine raises what it likes
+            raise TargetFailed(f"target {self.name}: {error}") from error
+        try:
+            while not result.finished:
+                try:
+                    result._result_step(self._timeout)
+                except queue.Empty:
+                    raise TargetFailed(
+                        f"target {self.name}: no token within {self._timeout:g} s"
+                    ) from None
+                except Exception as error:
+                    raise TargetFailed(f"target {self.name}: {error}") from error
+                yield self._chunk(result.outputs[0])
+        finally:
+            if not result.finished:
+                result.abort()
+
+    def _chunk(self, output: CompletionOutput) -> Chunk:
+        if output.finish_reason in (None, "stop", "length"):
+            return Chunk(output.token_ids_diff, output.finish_reason)
+        raise TargetFailed(
+            f"target {self.name}: the engine ended the request: {output.finish_reason}"
+        )
