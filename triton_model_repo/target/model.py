@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import triton_python_backend_utils as pb
 
-from trtllm_specprefill.models import load_model
 from trtllm_specprefill.plan import PrunePlan, Reason
 from trtllm_specprefill.serving.control import listen
 from trtllm_specprefill.serving.metrics import TargetMetrics
@@ -20,7 +19,7 @@ from trtllm_specprefill.serving.settings import ServeSettings
 from trtllm_specprefill.serving.wire import json_tensor, read_json, text_tensor
 from trtllm_specprefill.serving.workers import Answer, AnsweringWorker
 from trtllm_specprefill.settings import Sampling
-from trtllm_specprefill.target.torch import TorchTarget
+from trtllm_specprefill.target.load import load_target
 
 _FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -35,7 +34,15 @@ class TritonPythonModel:
         own = settings.target
         if own.threads:
             torch.set_num_threads(own.threads)
-        target = TorchTarget(load_model(own.model, own.dtype, own.device))
+        target = load_target(
+            own.backend,
+            own.model,
+            dtype=own.dtype,
+            device=own.device,
+            url=own.url,
+            served_name=own.served_name,
+            as_text=own.as_text,
+        )
         self.facts = asdict(target.position_support)
         self.worker = AnsweringWorker(target, settings.limits.answers)
         self.metrics = TargetMetrics(pb)

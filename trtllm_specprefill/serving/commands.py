@@ -142,8 +142,10 @@ def client(
 def _fetch(settings: Any) -> None:
     """Fetch and convert the models before the server starts: it has no progress line."""
     from trtllm_specprefill.models import load_config
+    from trtllm_specprefill.target.load import source_model
 
-    for model in {settings.draft.model, settings.target.model}:
+    target = source_model(settings.target.backend, settings.target.model)
+    for model in {settings.draft.model, target}:
         load_config(model, _say)
 
 

@@ -37,6 +37,7 @@ from trtllm_specprefill.serving.settings import Limits, ServeSettings
 from trtllm_specprefill.serving.wire import Request, json_tensor, read_json
 from trtllm_specprefill.settings import Sampling, Settings
 from trtllm_specprefill.target.base import Step, Target
+from trtllm_specprefill.target.load import source_model
 
 Score = Callable[[dict[str, NDArray[Any]]], dict[str, NDArray[Any]]]
 """Calls the `draft` model: input tensors in, output tensors out; raises `DraftFailed` when it is
@@ -183,7 +184,8 @@ class Orchestrator:
     def __init__(self, settings: ServeSettings, score: Score, tell: Tell) -> None:
         """Load the two tokenizers; the other models are not asked before the first request."""
         draft = RemoteDraft(settings.draft.model, score, tell, settings.limits)
-        self._pipeline = SpecPrefill(draft, _KnownTarget(settings.target.model, tell))
+        model = source_model(settings.target.backend, settings.target.model)
+        self._pipeline = SpecPrefill(draft, _KnownTarget(model, tell))
         self._settings = settings
 
     def plan(self, request: Request, in_flight: InFlight, waited: float) -> Planned:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.prompt import read_text
 from trtllm_specprefill.settings import Sampling, Settings
+from trtllm_specprefill.target.load import TargetKind
 
 
 class _Part(BaseModel):
@@ -18,15 +19,23 @@ class _Part(BaseModel):
 
 
 class ModelSettings(_Part):
-    """One of the two models: what it is, and what runs it."""
+    """A model under torch."""
 
     model: str = Field(
         default="smollm2-135m", description="directory, .gguf file, hub id or demo alias"
     )
-    backend: Literal["torch"] = Field(default="torch", description="what runs it")
     dtype: str = Field(default="auto", description="auto, float32, bfloat16 or float16")
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
     threads: int | None = Field(default=None, ge=1, description="CPU threads; all when absent")
+
+
+class TargetSettings(ModelSettings):
+    """The target: what it is, and what runs it; see `target.load.load_target`."""
+
+    backend: TargetKind = Field(default="torch", description="what runs it")
+    url: str = Field(default="", description="of an endpoint")
+    served_name: str = Field(default="", description="what an endpoint calls the model")
+    as_text: bool = Field(default=False, description="send an endpoint text instead of ids")
 
 
 class Limits(_Part):
@@ -66,7 +75,7 @@ class ServeSettings(_Part):
     """
 
     draft: ModelSettings = ModelSettings()
-    target: ModelSettings = ModelSettings()
+    target: TargetSettings = TargetSettings()
     settings: Settings = Settings()
     sampling: Sampling = Sampling()
     limits: Limits = Limits()

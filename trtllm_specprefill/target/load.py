@@ -75,6 +75,14 @@ def load_target(
     return LLMTarget(model, described, manifest, block_reuse=block_reuse, timeout_s=timeout_s)
 
 
+def source_model(kind: TargetKind, model: str) -> str:
+    """The model whose tokenizer and config a target has; an engine names it in its manifest.
+
+    Raises `InputError` for a folder that holds no engine.
+    """
+    return Manifest.read(model).model if kind.startswith("trtllm") else model
+
+
 def engine_model(name: str, progress: Progress | None = None) -> EngineModel:
     """Tokenizer, config and end ids of a model, without its weights.
 
