@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -36,7 +37,11 @@ import plugins.importance, trtllm_specprefill.importance
 
 def test_a_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path)]
-    subprocess.run([*build, str(ROOT)], check=True, capture_output=True, cwd=tmp_path)
+    # Setuptools leaves `build/` in the folder that it builds from.
+    source = tmp_path / "source"
+    left_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "shared")
+    shutil.copytree(ROOT, source, ignore=left_out)
+    subprocess.run([*build, str(source)], check=True, capture_output=True, cwd=tmp_path)
     (wheel,) = tmp_path.glob("trtllm_specprefill-*.whl")
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
