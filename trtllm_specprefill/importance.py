@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ from numpy.typing import NDArray
 
 from trtllm_specprefill.errors import DegenerateScores, InputError
 from trtllm_specprefill.importance_op import check_pool_width, importance_layer
-from trtllm_specprefill.settings import Votes
+
+if TYPE_CHECKING:  # at run time this module needs torch and numpy alone
+    from trtllm_specprefill.settings import Votes
 
 
 @dataclass(frozen=True)
