@@ -74,7 +74,7 @@ def question(prose: str, tokens: int, at: int = 0) -> list[dict[str, str]]:
 
 
 def asked(prose: str, tokens: int, at: int = 0, **knobs: Any) -> dict[str, Any]:
-    """A request whose prompt is pruned."""
+    """A request for the fact in that many tokens of prose."""
     return {
         "messages": json.dumps(question(prose, tokens, at)),
         "specprefill": {**KNOBS, "keep": 0.3, **knobs},
@@ -268,7 +268,12 @@ def test_requests_under_load_are_answered_as_if_alone(
         for n, at, k, m in ((150, 0, 0.3, 6), (300, 5000, 0.5, 4), (220, 9000, 0.2, 8))
     ]
     kinds.append({**asked(prose, 120, 2000), "specprefill": "off", "max_tokens": 5})
-    alone = [whole(grpc, values)[0] for values in kinds]
+    alone, reasons = [], []
+    for values in kinds:
+        text, report, _ = whole(grpc, values)
+        alone.append(text)
+        reasons.append(report["reason"])
+    assert reasons == ["pruned"] * 3 + ["disabled"]
 
     def one(number: int) -> str:
         values = kinds[number % 4]
@@ -304,7 +309,7 @@ def test_a_client_that_goes_away_frees_its_place_and_stops_the_work(
 
 
 def test_more_requests_than_fit_are_refused_at_once(grpc: str, server: Server, prose: str) -> None:
-    values = {**asked(prose, 150), **ENDLESS, "max_tokens": 150}
+    values = {**asked(prose, 150), **ENDLESS, "max_tokens": 60}
     with ThreadPoolExecutor(LIMITS.requests) as pool:
         answers = [pool.submit(whole, grpc, values) for _ in range(LIMITS.requests)]
         until(lambda: metric(server, "specprefill_requests_inside") == LIMITS.requests)
@@ -318,7 +323,7 @@ def test_more_requests_than_fit_are_refused_at_once(grpc: str, server: Server, p
 def test_without_its_draft_the_server_answers_in_full_and_prunes_again_later(
     grpc: str, server: Server, prose: str
 ) -> None:
-    values = asked(prose, 300)
+    values = asked(prose, 900)
     expected, report, _ = whole(grpc, values)
     assert report["reason"] == "pruned"
     with ThreadPoolExecutor(1) as pool:
@@ -355,7 +360,7 @@ def test_the_time_a_draft_may_take_grows_with_the_prompt() -> None:
 def test_the_server_counts_what_it_does(grpc: str, server: Server, prose: str) -> None:
     name = 'specprefill_requests_total{reason="pruned"}'
     before = metric(server, name), metric(server, "specprefill_tokens_saved_total")
-    _, report, _ = whole(grpc, asked(prose, 200))
+    _, report, _ = whole(grpc, asked(prose, 900))
     assert metric(server, name) == before[0] + 1
     saved = report["prompt_tokens"] - report["kept_tokens"]
     assert metric(server, "specprefill_tokens_saved_total") == before[1] + saved
