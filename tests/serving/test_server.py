@@ -265,7 +265,7 @@ def test_requests_under_load_are_answered_as_if_alone(
     """64 at a time of 8: mixed lengths and settings, one in eight cancelled, one in eight bad."""
     kinds = [
         asked(prose, n, at, keep=k) | {"max_tokens": m}
-        for n, at, k, m in ((150, 0, 0.3, 6), (300, 5000, 0.5, 4), (220, 9000, 0.2, 8))
+        for n, at, k, m in ((400, 0, 0.5, 6), (300, 5000, 0.6, 4), (500, 9000, 0.4, 8))
     ]
     kinds.append({**asked(prose, 120, 2000), "specprefill": "off", "max_tokens": 5})
     alone, reasons = [], []
@@ -343,7 +343,9 @@ def test_without_its_draft_the_server_answers_in_full_and_prunes_again_later(
 
 def process_of(model: str) -> int:
     """The process of a Python model: Triton names its model folder on the command line."""
-    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True
+    )
     lines = [line.split(None, 1) for line in listed.stdout.splitlines()]
     return next(
         int(pid) for pid, args in lines if "backend_stub" in args and f"models/{model}/1" in args
