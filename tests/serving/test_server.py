@@ -50,7 +50,7 @@ def served() -> ServeSettings:
 def server(served: ServeSettings) -> Any:
     folder = Path(tempfile.mkdtemp(prefix="specprefill-"))  # short: it holds sockets
     launch = launch_of(served, render(served, folder), (), print)
-    with Server(launch, served.ports, folder / "log") as running:
+    with Server(launch, served.ports, folder) as running:
         running.wait_ready(print)
         yield running
     shutil.rmtree(folder)
@@ -373,7 +373,7 @@ def test_the_server_counts_what_it_does(grpc: str, server: Server, prose: str) -
 def test_a_port_in_use_is_named(served: ServeSettings, server: Server, tmp_path: Path) -> None:
     launch = launch_of(served, render(served, tmp_path), (), print)
     with pytest.raises(InputError, match=r"ports\.http"):
-        Server(launch, served.ports, tmp_path / "log")
+        Server(launch, served.ports, tmp_path)
 
 
 def test_serve_prints_its_endpoints_and_stops_on_a_signal(tmp_path: Path) -> None:

@@ -46,5 +46,6 @@ class TritonPythonModel:
         return pb.InferenceResponse([pb.Tensor(*t) for t in importance_tensors(result).items()])
 
     def _told(self, message):
-        self.worker.cancel(message["id"])
+        if message["message"] == "cancel":
+            self.worker.cancel(message["id"])
         return {}

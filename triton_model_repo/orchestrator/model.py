@@ -15,7 +15,7 @@ from pathlib import Path
 import triton_python_backend_utils as pb
 
 from trtllm_specprefill.errors import Cancelled, DraftFailed, SpecPrefillError
-from trtllm_specprefill.serving.control import tell
+from trtllm_specprefill.serving.control import listen, tell
 from trtllm_specprefill.serving.metrics import OrchestratorMetrics
 from trtllm_specprefill.serving.orchestrator import (
     InFlight,
@@ -37,7 +37,9 @@ class TritonPythonModel:
         parameters = json.loads(args["model_config"])["parameters"]
         self.settings = ServeSettings.of(json.loads(parameters["settings"]["string_value"]))
         self.limits, self.metrics = self.settings.limits, OrchestratorMetrics(pb)
-        self.tell = partial(tell, Path(parameters["control"]["string_value"]))
+        control = Path(parameters["control"]["string_value"])
+        self.tell = partial(tell, control)
+        listen(control, "orchestrator", lambda message: {})
         self.orchestrator = Orchestrator(self.settings, _score, self.tell)
         self.threads = ThreadPoolExecutor(self.limits.requests, "request")
         self.inside = {}

@@ -64,6 +64,8 @@ class TritonPythonModel:
     def _told(self, message):
         if message["message"] == "facts":
             return self.facts
+        if message["message"] == "ping":
+            return {}
         return {"state": self.worker.wait(message["id"], message["seconds"])}
 
     def _answer(self, request, wanted, sender):

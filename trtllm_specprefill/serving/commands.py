@@ -67,7 +67,7 @@ def serve(
         _fetch(settings)
         ports = settings.ports
         signal.signal(signal.SIGTERM, _interrupt)
-        with Server(launch, ports, folder / "tritonserver.log") as server:
+        with Server(launch, ports, folder) as server:
             try:
                 server.wait_ready(_say)
                 print(f"http    http://{ports.host}:{ports.http}/v2/models/specprefill/generate")

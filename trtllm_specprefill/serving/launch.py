@@ -26,7 +26,8 @@ from typing_extensions import Self
 
 from trtllm_specprefill.errors import InputError, SpecPrefillError
 from trtllm_specprefill.fetch import Progress, build_once, cache_folder
-from trtllm_specprefill.serving.repository import MODELS
+from trtllm_specprefill.serving.control import tell
+from trtllm_specprefill.serving.repository import CONTROL, MODELS
 from trtllm_specprefill.serving.settings import Ports, ServeSettings
 
 _INSTALLED = Path("/opt/tritonserver/bin/tritonserver")  # where NVIDIA's images have it
@@ -163,14 +164,17 @@ class Server:
     Its models run in processes of their own; one that dies is loaded again.
     """
 
-    def __init__(self, launch: Launch, ports: Ports, log: Path) -> None:
-        """Start it; its own words go to the file `log`."""
-        self.ports, self.log = ports, log
+    def __init__(self, launch: Launch, ports: Ports, folder: Path) -> None:
+        """Start it.
+
+        folder: where the repository was rendered to; tritonserver's own words go to its `log`.
+        """
+        self.ports, self.log, self._folder = ports, folder / "log", folder
         for name, port in ports.model_dump(exclude={"host"}).items():
             with socket.socket() as probe:
                 if probe.connect_ex((ports.host, port)) == 0:
                     raise InputError(f"ports.{name}", port, "a port that nothing listens on")
-        with log.open("wb") as out:
+        with self.log.open("wb") as out:
             self._process = subprocess.Popen(
                 launch.command,
                 env={**os.environ, **launch.environment},
@@ -233,13 +237,21 @@ class Server:
         """Load again what has died. Triton leaves a model alone whose process was killed."""
         while not self._stopping.wait(_LOOK):
             for model in ("draft", "target", "orchestrator"):
-                if self.model_ready(model) or self._process.poll() is not None:
+                if self._alive(model) or self._process.poll() is not None:
                     continue
                 # Loading is a no-op while the model still counts as loaded.
                 self._call(f"v2/repository/models/{model}/unload", b"{}")
                 while not self._stopping.wait(_LOOK) and self._process.poll() is None:
                     if self._call(f"v2/repository/models/{model}/load", b"{}") is not None:
                         break
+
+    def _alive(self, model: str) -> bool:
+        """Whether a model's process listens: Triton calls a model ready whose process died."""
+        try:
+            tell(self._folder / CONTROL, model, {"message": "ping"})
+        except SpecPrefillError:
+            return False
+        return True
 
     def _call(self, path: str, body: bytes | None = None) -> bytes | None:
         url = f"http://{self.ports.host}:{self.ports.http}/{path}"

@@ -15,6 +15,7 @@ from trtllm_specprefill.serving.wire import INPUTS
 
 # In the order in which they are loaded: the orchestrator asks the other two.
 MODELS = ("draft", "target", "orchestrator", "specprefill", "specprefill_infer")
+CONTROL = "control"  # folder of the models' sockets
 _HANDED = ("input_ids", "position_ids", "next_position", "request", "report")
 
 
@@ -23,7 +24,7 @@ def render(settings: ServeSettings, folder: Path) -> Path:
 
     The models' sockets will be in `folder`/control. Raises `InputError` for a path too long.
     """
-    out, control = folder / "models", (folder / "control").absolute()
+    out, control = folder / "models", (folder / CONTROL).absolute()
     check_folder(control)
     control.mkdir(parents=True, exist_ok=True)
     control.chmod(0o700)
