@@ -27,6 +27,7 @@ from trtllm_specprefill.errors import (
 from trtllm_specprefill.forward import _check
 from trtllm_specprefill.importance import Importance
 from trtllm_specprefill.plan import PrunePlan, Reason
+from trtllm_specprefill.serving.client import RequestFailed, stream
 from trtllm_specprefill.serving.control import check_folder, listen, tell
 from trtllm_specprefill.serving.orchestrator import importance_tensors, read_importance
 from trtllm_specprefill.serving.settings import ServeSettings
@@ -333,3 +334,9 @@ def test_a_settings_file_is_read_and_its_mistakes_are_named(tmp_path: Path) -> N
         with pytest.raises(InputError) as caught:
             ServeSettings.read(file)
         assert caught.value.field == field
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    pytest.importorskip("tritonclient.grpc")
+    with pytest.raises(RequestFailed, match=r"^127\.0\.0\.1:1: "):
+        list(stream("127.0.0.1:1", {"text_input": "two words"}))

@@ -74,7 +74,9 @@ def stream(url: str, values: dict[str, Any]) -> Iterator[tuple[str, dict[str, An
             report = None if told is None else json.loads(told[0])
             yield text[0].decode(), report
     except grpc.InferenceServerException as error:
-        raise RequestFailed(str(error.message())) from None
+        # A stream that could not be opened says why to its callback only.
+        told_why = None if responses.empty() else responses.get()[1]
+        raise RequestFailed(f"{url}: {(told_why or error).message()}") from None
     finally:
         client.stop_stream(cancel_requests=True)
         client.close()
