@@ -66,7 +66,7 @@ def stream(url: str, values: dict[str, Any]) -> Iterator[tuple[str, dict[str, An
         while report is None:
             result, error = responses.get()
             if error is not None:
-                raise RequestFailed(str(error.message()))
+                raise RequestFailed(f"{url}: {error.message()}")
             text = result.as_numpy("text_output")
             if text is None:  # the empty response that ends a request
                 raise RequestFailed("the server ended the request without an answer")
