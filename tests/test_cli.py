@@ -191,7 +191,8 @@ class TestWithModels:
     ) -> None:
         path = write(tmp_path, "long.txt", prose[:60_000].encode())
         assert_one_line(
-            *run("run", "--prompt", path, "--keep", "0.1"), "prompt", "8192", "draft smollm2-135m"
+            *run("run", "--prompt", path, "--keep", "0.1", "--set", "scoring=lookahead"),
+            *("prompt", "8192", "draft smollm2-135m"),
         )
 
     def test_run_prints_one_json_object_with_everything_in_it(
@@ -237,7 +238,7 @@ class TestWithModels:
         report = json.loads(out)
         assert len(report["tokens"]) == report["prompt_tokens"]
         assert all(token["importance"] >= 0 for token in report["tokens"])
-        assert report["queries"] <= 9
+        assert 0 < report["queries"] <= 32  # the question's tokens, at most the default's votes
         text = document.read_text()
         for span in report["kept_spans"]:
             assert span["text"] == text[span["start"] : span["end"]]

@@ -43,7 +43,12 @@ KNOBS = {"threshold": 64, "positions": "contiguous", "min_keep_tokens": 0}
 @pytest.fixture(scope="module")
 def served() -> ServeSettings:
     ports = {"http": 0, "grpc": 0, "metrics": 0}
-    return with_free_ports(ServeSettings.of({"limits": LIMITS.model_dump(), "ports": ports}))
+    model = {"dtype": "float32"}  # as the fixtures that its answers are compared with
+    return with_free_ports(
+        ServeSettings.of(
+            {"limits": LIMITS.model_dump(), "ports": ports, "draft": model, "target": model}
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -309,14 +314,20 @@ def test_a_client_that_goes_away_frees_its_place_and_stops_the_work(
 
 
 def test_more_requests_than_fit_are_refused_at_once(grpc: str, server: Server, prose: str) -> None:
-    values = {**asked(prose, 150), **ENDLESS, "max_tokens": 60}
+    values = asked(prose, 150)
+    endless = [stream(grpc, {**values, **ENDLESS}) for _ in range(LIMITS.answers)]
+    for answer in endless:
+        next(answer)  # from here on whoever comes waits behind them
     with ThreadPoolExecutor(LIMITS.requests) as pool:
-        answers = [pool.submit(whole, grpc, values) for _ in range(LIMITS.requests)]
+        waiting = LIMITS.requests - LIMITS.answers
+        answers = [pool.submit(whole, grpc, {**values, "max_tokens": 6}) for _ in range(waiting)]
         until(lambda: metric(server, "specprefill_requests_inside") == LIMITS.requests)
         with pytest.raises(RequestFailed, match=f"overloaded: {LIMITS.requests} requests"):
             whole(grpc, values)
+        for answer in endless:
+            answer.close()
         texts = {answer.result()[0] for answer in answers}
-    assert len(texts) == 1  # the same seed, so the same answer, whoever came first
+    assert len(texts) == 1
     until(lambda: metric(server, "specprefill_requests_inside") == 0)
 
 

@@ -173,9 +173,12 @@ def verify_capture(model: Model) -> None:
         raise UnsupportedModel(
             f"{family}: {len(rows.weights)} of {len(weights)} attention layers could be captured"
         )
-    tolerance = 1e-4 if model.dtype == torch.float32 else 3e-2
+    # Half precision: rounding grows from layer to layer, to 0.04 (SmolLM2, Gemma 3); a scale
+    # that is wrong by a quarter moves 0.15.
+    tolerance = 1e-4 if model.dtype == torch.float32 else 8e-2
     for layer, expected in weights.items():
-        off = float((expected[0, :, -1].float() - rows.weights[layer]).abs().max())
+        moved = (expected[0, :, -1].float() - rows.weights[layer]).abs().sum(dim=-1) / 2
+        off = float(moved.mean())  # share of a head's attention that lies elsewhere
         if not off <= tolerance:
             raise UnsupportedModel(
                 f"{family}: captured attention of layer {layer} is off by {off:.2g}"
