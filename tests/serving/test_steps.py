@@ -167,6 +167,15 @@ def test_a_cancelled_answer_ends_wherever_it_is(moment: str) -> None:
     assert worker.wait("request 3", 30) == "done"
 
 
+def test_an_answer_that_has_not_come_yet_is_not_over() -> None:
+    """Whoever waits for it would else stop to, and never hear that its client went away."""
+    worker = AnsweringWorker(CountingTarget(), answers=1)  # type: ignore[arg-type]
+    client = Client(1, 2)
+    assert worker.wait(client.job.request_id, 0) == "running"
+    worker.submit(client.job)
+    assert worker.wait(client.job.request_id, 30) == "done"
+
+
 class ScriptedDraft:
     """Scores, fails or takes its time, as told."""
 

@@ -66,9 +66,10 @@ class TritonPythonModel:
             in_flight = InFlight(entry.id, lambda: entry.gone)
             planned = self.orchestrator.plan(wanted, in_flight, time.time() - received)
             self.metrics.planned(planned)
+            process = self.tell("target", {"message": "ping"})["process"]
             entry.planned = True
             entry.send(plan_tensors(planned, wanted, entry.id, received))
-            while self._state(entry.id, self.limits.presence) == "running":
+            while self._state(entry.id, self.limits.presence, process=process) == "running":
                 pass
             entry.close()
         except Cancelled:
@@ -84,8 +85,8 @@ class TritonPythonModel:
             del self.inside[entry.id]
             self.metrics.inside(len(self.inside))
 
-    def _state(self, request_id, seconds):
-        message = {"message": "wait", "id": request_id, "seconds": seconds}
+    def _state(self, request_id, seconds, **asked):
+        message = {"message": "wait", "id": request_id, "seconds": seconds, **asked}
         try:
             return self.tell("target", message)["state"]
         except SpecPrefillError:

@@ -6,6 +6,7 @@ life that comes in cancelled is how a running answer learns that nobody reads it
 """
 
 import json
+import uuid
 from dataclasses import asdict
 from pathlib import Path
 
@@ -43,7 +44,7 @@ class TritonPythonModel:
             served_name=own.served_name,
             as_text=own.as_text,
         )
-        self.facts = asdict(target.position_support)
+        self.facts, self.process = asdict(target.position_support), str(uuid.uuid4())
         self.worker = AnsweringWorker(target, settings.limits.answers)
         self.metrics = TargetMetrics(pb)
         listen(Path(parameters["control"]["string_value"]), "target", self._told)
@@ -65,7 +66,9 @@ class TritonPythonModel:
         if message["message"] == "facts":
             return self.facts
         if message["message"] == "ping":
-            return {}
+            return {"process": self.process}
+        if message.get("process", self.process) != self.process:
+            return {"state": "down"}  # what it was handed is lost with the process before
         return {"state": self.worker.wait(message["id"], message["seconds"])}
 
     def _answer(self, request, wanted, sender):

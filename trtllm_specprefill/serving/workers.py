@@ -25,11 +25,11 @@ from trtllm_specprefill.plan import PrunePlan
 from trtllm_specprefill.settings import Sampling, Settings
 from trtllm_specprefill.target.base import Step, Target
 
-_REMEMBERED = 10_000  # cancelled requests whose work may still be on its way here
+_REMEMBERED = 10_000  # requests that were cancelled or are over; more are not asked about
 
 
-class _Gone:
-    """Ids of requests nobody waits for any more; the oldest are forgotten."""
+class _Recent:
+    """Ids of requests; the oldest are forgotten."""
 
     def __init__(self) -> None:
         self._ids: OrderedDict[str, None] = OrderedDict()
@@ -49,7 +49,7 @@ class ScoringWorker:
     """Scores prompts one after the other: a long one fills the device by itself."""
 
     def __init__(self, draft: Draft) -> None:
-        self._draft, self._gone = draft, _Gone()
+        self._draft, self._gone = draft, _Recent()
 
     def cancel(self, request_id: str) -> None:
         """Stop scoring for this request, now or when its turn comes."""
@@ -122,15 +122,13 @@ class AnsweringWorker:
         self._target, self._answers = target, answers
         self._waiting: deque[Answer] = deque()
         self._running: list[Answer] = []
-        self._known: set[str] = set()
-        self._gone = _Gone()
+        self._gone, self._over = _Recent(), _Recent()
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="answering", daemon=True).start()
 
     def submit(self, job: Answer) -> None:
         """Take a job; `send` and `fail` are called from the worker's thread."""
         with self._changed:
-            self._known.add(job.request_id)
             self._waiting.append(job)
             self._changed.notify_all()
 
@@ -140,20 +138,18 @@ class AnsweringWorker:
             self._gone.add(request_id)
             self._changed.notify_all()
 
-    def is_gone(self, request_id: str) -> bool:
-        """Whether the request was cancelled."""
-        return request_id in self._gone
-
     def wait(self, request_id: str, seconds: float) -> str:
         """`done`, `gone` or, after at most `seconds`, `running`.
 
-        A job that has not come yet is `running`: ask only once it was handed on.
+        A job that was handed on and has not come yet is `running`.
         """
         with self._changed:
-            self._changed.wait_for(lambda: request_id not in self._known, seconds)
+            self._changed.wait_for(
+                lambda: request_id in self._over or request_id in self._gone, seconds
+            )
             if request_id in self._gone:
                 return "gone"
-            return "running" if request_id in self._known else "done"
+            return "done" if request_id in self._over else "running"
 
     def _run(self) -> None:
         while True:
@@ -192,7 +188,7 @@ class AnsweringWorker:
                 with suppress(ValueError):  # it was interrupted inside a pass: already over
                     job.steps.close()
             with self._changed:
-                self._known.discard(job.request_id)
+                self._over.add(job.request_id)
                 self._changed.notify_all()
 
     def _step(self, job: Answer) -> bool:
