@@ -143,7 +143,7 @@ def judged_by_windows(
     count = 1
     while count * s.draft_window - (count - 1) * overlap < len(body):
         count += 1
-    stretch = -(-(len(body) + (count - 1) * overlap) // count)
+    stretch = min(s.draft_window, len(body))
     out = np.zeros(n)
     for i in range(count):
         start = min(i * (stretch - overlap), len(body) - stretch)

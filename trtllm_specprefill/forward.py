@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from transformers import DynamicCache
@@ -63,15 +64,19 @@ def last_logits(
 
     Causality follows the order in the cache, rotation follows `positions`.
     """
+    logits: torch.Tensor = feed(model, ids[None], positions[None], cache).logits[0, -1].float()
+    return logits
+
+
+def feed(model: Model, ids: torch.Tensor, positions: torch.Tensor, cache: DynamicCache) -> Any:
+    """The model's output for `ids` `[B, L]` at `positions` `[1 or B, L]`, which join `cache`."""
     names = inspect.signature(model.module.forward).parameters
     # transformers 5.2x renamed the argument; the old name warns there and goes away in 5.40.
     keyword = "cache" if "cache" in names else "past_key_values"
-    out = model.module(
-        input_ids=ids[None].to(model.device),
-        position_ids=positions[None].to(model.device),
+    return model.module(
+        input_ids=ids.to(model.device),
+        position_ids=positions.to(model.device),
         use_cache=True,
         logits_to_keep=1,
         **{keyword: cache},
     )
-    logits: torch.Tensor = out.logits[0, -1].float()
-    return logits

@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
+from trtllm_specprefill.cache import Recent, key_of
 from trtllm_specprefill.draft.capture import Enough, capturing, mask_to_bool, verify_capture
 from trtllm_specprefill.draft.reading import ReadingDraft
 from trtllm_specprefill.errors import ContextTooLong, DraftFailed
-from trtllm_specprefill.forward import last_logits, new_cache, watch_layers
+from trtllm_specprefill.forward import feed, last_logits, new_cache, watch_layers
 from trtllm_specprefill.importance import Importance, RunningImportance, combine
 from trtllm_specprefill.importance_op import importance_layer, use_kernels
 from trtllm_specprefill.models import Model
@@ -23,6 +24,7 @@ from trtllm_specprefill.settings import Settings
 # Tokens that one forward pass reads. On a CPU one window fills the cores, and the rest of a batch
 # only its caches; on a GPU a batch is one launch of each kernel.
 _CPU_BATCH, _GPU_BATCH = 1, 1 << 15
+_CPU_TAILS = 1 << 12  # tokens of the windows whose tails, short, are read together
 
 
 class TorchDraft(ReadingDraft):
@@ -31,15 +33,19 @@ class TorchDraft(ReadingDraft):
     Look-ahead reads the whole prompt through every layer; its memory beside the model is the KV
     cache, `[queries, N]` float32 scores and one block of one layer's logits. The other way
     reads windows through the first layers and keeps nothing of a window but its scores, `[N]`
-    in all. On CUDA the kernels of `plugins.importance` score, where they are installed.
+    in all, and what it is told to keep for the next prompt: of a prompt that begins like one
+    before, as a conversation does that goes on, only the new windows are read. On CUDA the
+    kernels of `plugins.importance` score, where they are installed.
     Raises `UnsupportedModel`, naming the family, when the model's attention cannot be captured
     faithfully.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, keep: int = 0) -> None:
+        """keep: bytes of keys and values of windows that are kept between prompts."""
         self.name, self.tokenizer = model.name, model.tokenizer
         self.context_length, self.config = model.context_length, model.config
         self._model = model
+        self._known: Recent[_Layers] | None = Recent(keep, _bytes_of) if keep else None
         verify_capture(model)
         watch_layers(model)
         if model.device.type == "cuda":
@@ -106,12 +112,18 @@ class TorchDraft(ReadingDraft):
         limit = _CPU_BATCH if self._model.device.type == "cpu" else _GPU_BATCH
         tokens = torch.from_numpy(ids.astype(np.int64)[windows.tokens])
         votes = _FirstLayers(min(settings.window, windows.tail), self.depth(settings), settings)
+        split = size - windows.tail if self._known else 0
+        batch = max((_CPU_TAILS if split and limit == _CPU_BATCH else limit) // size, 1)
         scores = []
-        for batch in torch.split(tokens, max(limit // size, 1)):
+        for rows in torch.split(tokens, batch):
             with torch.inference_mode(), capturing(votes), suppress(Enough):
-                self._model.module(
-                    input_ids=batch.to(self._model.device), use_cache=False, logits_to_keep=1
-                )
+                if split:
+                    past = self._past(rows[:, :split], votes.depth, max(limit // size, 1))
+                    feed(self._model, rows[:, split:], torch.arange(split, size)[None], past)
+                else:
+                    self._model.module(
+                        input_ids=rows.to(self._model.device), use_cache=False, logits_to_keep=1
+                    )
             if votes.best is None:
                 raise self._blind(size)
             scores.append(combine(votes.best, settings.votes))
@@ -123,6 +135,33 @@ class TorchDraft(ReadingDraft):
             tuple(sorted(votes.layers)),
             {"draft_prefill": time.perf_counter() - started},
         )
+
+    def _past(self, rows: torch.Tensor, depth: int, batch: int) -> DynamicCache:
+        """Keys and values of windows without their tails, `[B, L]`, in the first `depth` layers.
+
+        Those that are not known are read, `batch` at a time.
+        """
+        assert self._known is not None
+        keys = [key_of(str(depth).encode(), row.numpy().tobytes()) for row in rows]
+        found = [self._known.get(key) for key in keys]
+        missing = [i for i, layers in enumerate(found) if layers is None]
+        for part in (missing[i : i + batch] for i in range(0, len(missing), batch)):
+            # Not the model's own kind of cache: that of a sliding layer forgets.
+            cache = DynamicCache()
+            with capturing(_Until(depth)), suppress(Enough):
+                feed(self._model, rows[part], torch.arange(rows.shape[1])[None], cache)
+            for place, i in enumerate(part):
+                one = slice(place, place + 1)
+                layers = [
+                    (c.keys[one].clone(), c.values[one].clone()) for c in cache.layers[:depth]
+                ]
+                self._known.put(keys[i], layers)
+                found[i] = layers
+        past = DynamicCache()
+        for layer in range(depth):
+            k, v = (torch.cat([one[layer][i] for one in found if one]) for i in (0, 1))
+            past.update(k, v, layer)
+        return past
 
     def _blind(self, tokens: int) -> DraftFailed:
         return DraftFailed(f"no layer of draft {self.name} attends to all of {tokens} tokens")
@@ -163,7 +202,7 @@ class _FirstLayers:
     """Lets the last `width` queries vote in the first `depth` layers, and runs no other layer."""
 
     def __init__(self, width: int, depth: int, settings: Settings) -> None:
-        self.width, self._depth, self._pool = width, depth, settings.pool
+        self.width, self.depth, self._pool = width, depth, settings.pool
         self.best: torch.Tensor | None = None  # [B, width, S] of the batch that is being read
         self.layers: set[int] = set()
         self.heads = 0
@@ -184,7 +223,7 @@ class _FirstLayers:
             )
             self.layers.add(layer)
             self.heads = max(self.heads, q.shape[1])
-        if layer + 1 == self._depth:
+        if layer + 1 == self.depth:
             raise Enough
 
     def _sees_all(self, layer: int, mask: torch.Tensor) -> bool:
@@ -196,3 +235,31 @@ class _FirstLayers:
         if not bool((seen == causal).all()):
             raise DraftFailed(f"layer {layer} masks its keys in a way that is not causal")
         return True
+
+
+class _Until:
+    """Lets nobody vote, and runs no layer beyond the first `depth`."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+
+    def see(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        scale: float,
+        mask: torch.Tensor | None,
+    ) -> None:
+        """See `Capture.see`."""
+        del q, k, scale, mask
+        if layer + 1 == self._depth:
+            raise Enough
+
+
+_Layers = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values `[1, Hkv, L, D]` of one window, by layer."""
+
+
+def _bytes_of(layers: _Layers) -> int:
+    return sum(k.nbytes + v.nbytes for k, v in layers)

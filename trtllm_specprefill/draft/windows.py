@@ -80,8 +80,13 @@ def cut(
     tail: prompt indices, ascending, of the tokens that end every window.
     head: tokens from the prompt's start that begin every window.
     window: most tokens of a stretch. overlap: tokens that neighbouring stretches share, fewer
-    than `window` and at least `2 * reach`. Of these the earlier window owns those up to `reach`
-    tokens from its end: it needs the rest only for pooling.
+    than `window` and at least `2 * reach`; the last stretch ends with the body and shares what
+    that takes. Of the first `overlap` tokens of a stretch the window before owns all but the last
+    `reach`, which it reads only for pooling.
+
+    Stretches begin at multiples of `window - overlap`, so when a conversation grows all but the
+    last few stay as they were. They are equally long since a softmax over fewer tokens gives
+    each of them more.
     """
     in_tail = np.zeros(prompt_tokens, dtype=np.bool_)
     in_tail[tail] = True
@@ -89,7 +94,7 @@ def cut(
     body = np.flatnonzero(~in_tail)[front.size :]
     size = body.size
     count = max(1, -(-(size - overlap) // (window - overlap)))
-    stretch = -(-(size + (count - 1) * overlap) // count)  # no longer than they must be
+    stretch = min(window, size)
     first = np.minimum(np.arange(count) * (stretch - overlap), size - stretch)
     own = np.concatenate(([0], first[1:] + overlap - reach, [size]))
     pieces = (
