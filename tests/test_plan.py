@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,14 @@ def test_auto_restores_positions_only_where_all_four_conditions_hold() -> None:
     assert resolved("auto", PositionSupport(True, 5000, 10_000)) == "original"
     assert resolved("auto", PositionSupport(True, None, 5100)) == "original"
     assert resolved("auto", PositionSupport(True, None, 5099)) == "contiguous"
+
+
+def test_auto_follows_what_the_target_was_measured_to_answer_better_with() -> None:
+    better = {name: replace(FULL, better=name) for name in ("original", "contiguous")}
+    assert resolved("auto", better["contiguous"]) == "contiguous"
+    assert resolved("auto", better["original"]) == "original"
+    assert resolved("auto", better["original"], shared_tokenizer=False) == "contiguous"
+    assert resolved("original", better["contiguous"]) == "original"  # what is asked for is done
 
 
 @pytest.mark.parametrize(

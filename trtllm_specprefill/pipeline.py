@@ -362,7 +362,7 @@ class SpecPrefill:
             return dense_plan(prompt, Reason.PROTECTED_EXCEEDS_BUDGET, words)
         with clock.stage("plan"):
             plan = make_plan(prompt, kept, positions, separator)
-            plan = replace(plan, detail=_floor_detail(prompt))
+            plan = replace(plan, detail="; ".join(self._remarks(prompt, positions)))
             check_fits(plan, self.target.position_support.context, sampling.max_tokens)
         return plan
 
@@ -381,6 +381,13 @@ class SpecPrefill:
                 f" for {len(prompt.draft)} tokens"
             )
         return importance
+
+    def _remarks(self, prompt: Prompt, positions: Positions) -> list[str]:
+        """What was decided for the request beyond what it asked for."""
+        support = self.target.position_support
+        if prompt.settings.positions == "auto" and support.better == positions:
+            return [*_floor_remarks(prompt), support.evidence]
+        return _floor_remarks(prompt)
 
     def _separator_ids(self, settings: Settings, positions: Positions) -> NDArray[np.int32]:
         if not settings.separator or positions == "original":
@@ -422,15 +429,15 @@ def _fallback(prompt: Prompt, reason: Reason, error: Exception) -> PrunePlan:
     return dense_plan(prompt, reason, str(error) or type(error).__name__)
 
 
-def _floor_detail(prompt: Prompt) -> str:
+def _floor_remarks(prompt: Prompt) -> list[str]:
     """Words for a budget that the floor has raised above the keep rate asked for."""
     settings, n = prompt.settings, len(prompt.target)
     if settings.keep_rate is None or settings.min_keep_tokens is None:
-        return ""
+        return []
     asked = round(settings.keep_rate * n)
     if settings.budget(n) == asked or settings.min_keep_tokens <= asked:
-        return ""
-    return f"min_keep_tokens raises the {asked} tokens asked for to {settings.budget(n)}"
+        return []
+    return [f"min_keep_tokens raises the {asked} tokens asked for to {settings.budget(n)}"]
 
 
 def with_knobs(

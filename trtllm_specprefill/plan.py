@@ -45,11 +45,15 @@ class PositionSupport:
     honoured: it rotates by the ids it is given, not by the index in the KV cache.
     window: shortest sliding or chunked attention window of its layers; None without one.
     context: number of positions it has.
+    better: the policy it was measured to answer better with; None when nobody measured.
+    evidence: that measurement in words.
     """
 
     honoured: bool
     window: int | None
     context: int
+    better: Positions | None = None
+    evidence: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,17 +99,18 @@ def resolve_positions(
     """The policy that will be used.
 
     `auto` is `original` only where draft and target share a tokenizer, the target honours
-    position ids, no layer of it attends through a window shorter than the prompt, and the
-    original positions fit its context, and no separator is asked for, which has no place in the
-    prompt; else `contiguous`. Raises `UnsupportedPositions` when
-    `original` is asked of a target that cannot do it.
+    position ids, no layer of it attends through a window shorter than the prompt, the original
+    positions fit its context, no separator is asked for, which has no place in the prompt, and
+    the target was not measured to answer better otherwise; else `contiguous`. Raises
+    `UnsupportedPositions` when `original` is asked of a target that cannot do it.
     """
     problem = _original_problem(support, prompt_tokens, max_tokens)
     if policy == "original":
         if problem:
             raise UnsupportedPositions("positions", policy, f"auto or contiguous: {problem}")
         return "original"
-    if policy == "auto" and shared_tokenizer and not separator and not problem:
+    worse = support.better == "contiguous"
+    if policy == "auto" and shared_tokenizer and not (separator or problem or worse):
         return "original"
     return "contiguous"
 

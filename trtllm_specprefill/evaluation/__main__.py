@@ -16,10 +16,13 @@ from trtllm_specprefill import cli
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import Case, cases, digest, run_case, summary
+from trtllm_specprefill.evaluation.positions import compare_positions
 from trtllm_specprefill.evaluation.report import command, machine
 from trtllm_specprefill.models import load_tokenizer
 from trtllm_specprefill.pipeline import SpecPrefill
 from trtllm_specprefill.settings import AMOUNTS, Settings
+from trtllm_specprefill.target.evidence import PositionEvidence, Right, own_folder
+from trtllm_specprefill.target.torch import TorchTarget
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
@@ -109,6 +112,53 @@ def needle(
         print(json.dumps(report, ensure_ascii=False, indent=1))
     else:
         Console(highlight=False).print(_table(report["summary"]))
+
+
+@app.command(epilog="Example: python -m trtllm_specprefill.evaluation positions --needles 24")
+def positions(
+    draft: Annotated[str, typer.Option(help="Model that scores.")] = "smollm2-135m",
+    target: Annotated[str, typer.Option(help="Model that answers.")] = "smollm2-135m",
+    lengths: Annotated[list[int], typer.Option(help="Tokens of the context; repeatable.")] = [  # noqa: B006
+        1500,
+        3000,
+    ],
+    needles: Annotated[int, typer.Option(min=1, help="Needles of each length.")] = 12,
+    keep: Annotated[float, typer.Option(help="Keep rate.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Of passages and facts.")] = 0,
+    document: Document_ = None,
+    dtype: cli.Dtype_ = "auto",
+    device: cli.Device_ = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File of the result; if absent, where `positions=auto` will find it."),
+    ] = None,
+) -> None:
+    """Find out with which positions a target answers better, for `positions=auto`."""
+    prose = haystack(document, _say)
+    model = SpecPrefill.from_pretrained(draft, target, dtype=dtype, device=device, progress=_say)
+    assert model.draft is not None
+    assert isinstance(model.target, TorchTarget)
+    right = {"dense": 0, "original": 0, "contiguous": 0}
+    asked = list(cases(prose, model.target.tokenizer, lengths, [needles] * len(lengths), seed))
+    with Bar(console=_screen, transient=True) as bar:
+        for case in bar.track(asked, description="needles"):
+            for name, is_right in compare_positions(model, model.draft, case, keep).items():
+                right[name] += is_right
+            bar.console.print(f"right so far: {right}", style="dim")
+    found = PositionEvidence(
+        target=target,
+        draft=draft,
+        fingerprint=model.target.fingerprint,
+        keep_rate=keep,
+        tokens=tuple(lengths),
+        needles=len(asked),
+        right=Right(**right),
+        command=command(),
+    )
+    path = out or own_folder() / f"{found.fingerprint}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(found.model_dump_json(indent=1) + "\n", "utf-8")
+    print(f"{found.words()}: auto takes {found.better}; written to {path}")
 
 
 def _table(rows: Any) -> Table:

@@ -22,7 +22,13 @@ from trtllm_specprefill.draft.base import Draft
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.importance import Importance
 from trtllm_specprefill.pipeline import SpecPrefill
-from trtllm_specprefill.plan import Reason, dense_plan, make_plan, resolve_positions
+from trtllm_specprefill.plan import (
+    PrunePlan,
+    Reason,
+    dense_plan,
+    make_plan,
+    resolve_positions,
+)
 from trtllm_specprefill.prompt import Prompt, ask, encode, prepare
 from trtllm_specprefill.selection import Kept, select
 from trtllm_specprefill.settings import Sampling, Settings
@@ -161,7 +167,7 @@ def run_case(
     base = {"min_keep_tokens": 0, **knobs}
     prompt = prepared(Settings.of(**base))
     row["prompt_tokens"] = len(prompt.target)
-    results[FULL] = _answer(model, dense_plan(prompt, Reason.DISABLED), sampling, case)
+    results[FULL] = answer(model, dense_plan(prompt, Reason.DISABLED), sampling, case)
     importance = _timed_score(draft, prompt, row)
     die = Importance(
         np.random.default_rng(case.seed).random(len(prompt.draft), dtype=np.float32), 0, 0, ()
@@ -183,7 +189,7 @@ def run_case(
         )
         plan = make_plan(prompt, kept, positions)
         results[name] = {
-            **_answer(model, plan, sampling, case),
+            **answer(model, plan, sampling, case),
             "keep_rate": plan.keep_rate,
             "fact_kept": fact_kept(prompt, kept, case),
             "positions": positions,
@@ -199,7 +205,8 @@ def _timed_score(draft: Draft, prompt: Prompt, row: dict[str, Any]) -> Importanc
     return importance
 
 
-def _answer(model: SpecPrefill, plan: Any, sampling: Sampling, case: Case) -> dict[str, Any]:
+def answer(model: SpecPrefill, plan: PrunePlan, sampling: Sampling, case: Case) -> dict[str, Any]:
+    """What the target answers to `plan`, and whether the fact is in it."""
     begin = time.perf_counter()
     prefill = 0.0
     text = ""

@@ -22,6 +22,7 @@ from trtllm_specprefill.operations import prefill_operations, shortest_window
 from trtllm_specprefill.plan import PositionSupport, PrunePlan
 from trtllm_specprefill.settings import GREEDY_BELOW, Sampling
 from trtllm_specprefill.target.base import Step, Target
+from trtllm_specprefill.target.evidence import evidence_for
 from trtllm_specprefill.target.positions import check_positions
 from trtllm_specprefill.target.steps import Chunk, assemble
 
@@ -35,12 +36,15 @@ class TorchTarget(Target):
 
     def __init__(self, model: Model) -> None:
         self.name, self.tokenizer = model.name, model.tokenizer
-        self._model = model
+        self._model, self.fingerprint = model, model.fingerprint
         watch_layers(model)
+        evidence = evidence_for(model.fingerprint)
         self.position_support = PositionSupport(
             honoured=check_positions(self._logits, int(model.config.vocab_size)).honoured,
             window=shortest_window(model.config),
             context=model.context_length,
+            better=evidence.better if evidence else None,
+            evidence=evidence.words() if evidence else "",
         )
 
     @torch.inference_mode()

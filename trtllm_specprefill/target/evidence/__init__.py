@@ -1,0 +1,82 @@
+"""Which positions a target answers better with, by measurement.
+
+Original positions are what speculative prefill asks for; small models often answer better with
+contiguous ones. Which of the two a target prefers is a fact about its weights, so it is measured
+(`python -m trtllm_specprefill.evaluation positions`) and written down: the files in this
+package are the demo models', those in the cache folder are the user's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trtllm_specprefill.fetch import cache_folder
+from trtllm_specprefill.plan import Positions
+
+_log = logging.getLogger(__name__)
+
+
+class Right(BaseModel):
+    """How many needles were answered right, dense and pruned under each policy."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dense: int = Field(ge=0)
+    original: int = Field(ge=0)
+    contiguous: int = Field(ge=0)
+
+
+class PositionEvidence(BaseModel):
+    """One measurement: the same needles, the same kept tokens, both policies.
+
+    fingerprint: of the target's weights. keep_rate: share of the prompt kept. tokens: lengths of
+    the prompts. command: what measured it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: str
+    draft: str
+    fingerprint: str
+    keep_rate: float
+    tokens: tuple[int, ...]
+    needles: int
+    right: Right
+    command: str
+
+    @property
+    def better(self) -> Positions:
+        """The policy with more right answers; `original`, the method's own, when they are even."""
+        return "contiguous" if self.right.contiguous > self.right.original else "original"
+
+    def words(self) -> str:
+        """The figures in a sentence."""
+        right = self.right
+        return (
+            f"of {self.needles} needles at keep {self.keep_rate:g} {self.target} answered"
+            f" {right.contiguous} with contiguous positions, {right.original} with original ones"
+            f" and {right.dense} unpruned"
+        )
+
+
+def own_folder() -> Path:
+    """Where the user's own measurements are kept."""
+    return cache_folder() / "positions"
+
+
+def evidence_for(fingerprint: str) -> PositionEvidence | None:
+    """What is known of the weights with this fingerprint; the user's own comes first."""
+    return next((e for e in _all() if e.fingerprint == fingerprint), None)
+
+
+def _all() -> Iterator[PositionEvidence]:
+    for folder in (own_folder(), Path(__file__).parent):
+        for path in sorted(folder.glob("*.json")):
+            try:
+                yield PositionEvidence.model_validate_json(path.read_text("utf-8"))
+            except (OSError, ValidationError) as error:
+                _log.warning("%s is no measurement of positions: %s", path, error)
