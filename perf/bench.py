@@ -30,13 +30,18 @@ from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import cases
 from trtllm_specprefill.evaluation.report import command, machine
 from trtllm_specprefill.forward import last_logits, new_cache
+from trtllm_specprefill.importance import Importance
 from trtllm_specprefill.models import Model, load_model
 from trtllm_specprefill.pipeline import SpecPrefill
-from trtllm_specprefill.prompt import ask, encode
+from trtllm_specprefill.plan import make_plan
+from trtllm_specprefill.prompt import ask, encode, prepare
+from trtllm_specprefill.selection import select
 from trtllm_specprefill.settings import Settings
 
 # What each pruned arm asks of the draft.
 DRAFTS: dict[str, dict[str, Any]] = {"paper": {"scoring": "lookahead"}, "fast": {}}
+
+KEPT_BYTES = 512 << 20  # of keys and values of windows, kept between two turns
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _screen = Console(stderr=True, highlight=False)
@@ -56,33 +61,45 @@ def bench(
         16000,
         64000,
     ],
+    plan_tokens: Annotated[
+        int, typer.Option(help="Length of the prompt that is selected from and planned.")
+    ] = 1_000_000,
     keep: Annotated[float, typer.Option(help="Keep rate.")] = 0.1,
     positions: Annotated[
         str, typer.Option(help="A target this small reads contiguous positions better.")
     ] = "contiguous",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")] = 3,
+    dtype: cli.Dtype_ = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")] = 5,
     out: Annotated[Path, typer.Option(help="Folder of the JSON result.")] = Path("perf/results"),
     peak: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Measure, print a short summary, and write `bench.json`."""
     if peak:
-        print(json.dumps(_peak(draft, memory_tokens, peak)))
+        print(json.dumps(_peak(draft, dtype, memory_tokens, peak)))
         return
-    memory = {what: _alone(draft, memory_tokens, what) for what in ("load", "prefill", *DRAFTS)}
-    grown = [_alone(draft, n, "fast") for n in growth]
-    model = SpecPrefill.from_pretrained(draft, target, progress=_say)
+    memory = {
+        what: _alone(draft, dtype, memory_tokens, what) for what in ("load", "prefill", *DRAFTS)
+    }
+    grown = [_alone(draft, dtype, n, "fast") for n in growth]
+    model = SpecPrefill.from_pretrained(draft, target, dtype=dtype, progress=_say)
+    assert isinstance(model.draft, TorchDraft)
     lengths = [_stages(model, n, keep, positions, rounds) for n in tokens]
+    second = _second_turn(model, max(tokens), keep, positions, rounds)
+    planned = _planning(model, plan_tokens, rounds)
     report = {
         "command": command(),
         "machine": machine(),
         "draft": draft,
         "target": target,
+        "dtype": str(model.draft.model.dtype).removeprefix("torch."),
         "keep": keep,
         "positions": positions,
         "rounds": rounds,
         "memory": memory,
         "growth": grown,
         "lengths": lengths,
+        "second_turn": second,
+        "planning": planned,
     }
     out.mkdir(parents=True, exist_ok=True)
     path = out / "bench.json"
@@ -98,6 +115,14 @@ def bench(
             f"scoring {peak_of['tokens']} tokens: {peak_of['seconds']:.2f} s,"
             f" peak {peak_of['peak_mib']:.0f} MiB"
         )
+    print(
+        f"second turn after {second['known_tokens']} tokens: TTFT {second['warm_ttft_s']:.2f} s,"
+        f" with nothing kept {second['cold_ttft_s']:.2f} s, {second['warm_share']:.0%}"
+    )
+    print(
+        f"selecting and planning {planned['tokens']} tokens: {1e3 * planned['seconds']:.0f} ms"
+        " of one core"
+    )
     print(f"written to {path}")
 
 
@@ -123,7 +148,7 @@ def _stages(
             if name in DRAFTS and report["reason"] != "pruned":
                 raise DraftFailed(f"not pruned: {report['reason']}: {report['detail']}")
             reports[name].append(report)
-            rates.append(_matrix_rate(config))
+            rates.append(_matrix_rate(config, model.draft.model.dtype))
             _say(
                 f"{tokens} tokens, round {i + 1} of {rounds}, {name}:"
                 f" TTFT {reports[name][-1]['ttft_s']:.2f} s"
@@ -155,10 +180,65 @@ def _stages(
     return row
 
 
-def _matrix_rate(config: Any) -> float:
+def _second_turn(
+    model: SpecPrefill, tokens: int, keep: float, positions: str, rounds: int
+) -> dict[str, Any]:
+    """TTFT of a second question about a document, its windows kept from the first and not."""
+    assert isinstance(model.draft, TorchDraft)
+    case, other = cases(haystack(), model.target.tokenizer, [tokens], [2], 7)
+    first = [{"role": "user", "content": f"{case.context}\n\n{other.fact}\n\n{case.question}"}]
+    knobs = {"keep": keep, "threshold": 0, "positions": positions, "max_tokens": 16}
+    loaded = model.draft.model
+    runs = []
+    for i in range(rounds):
+        keeping = SpecPrefill(TorchDraft(loaded, KEPT_BYTES), model.target)
+        answered = keeping.generate(first, **knobs)
+        second = [
+            *first,
+            {"role": "assistant", "content": answered.text},
+            {"role": "user", "content": other.question},
+        ]
+        warm = keeping.generate(second, **knobs)
+        cold = SpecPrefill(TorchDraft(loaded, KEPT_BYTES), model.target).generate(second, **knobs)
+        if warm.plan.input_ids.tolist() != cold.plan.input_ids.tolist():
+            raise DraftFailed("kept windows and read ones select different tokens")
+        runs.append((warm, cold))
+        _say(f"second turn, round {i + 1}: {warm.ttft_s:.2f} s, cold {cold.ttft_s:.2f} s")
+    warm, cold = runs[0]
+    return {
+        "known_tokens": answered.plan.prompt_tokens,
+        "prompt_tokens": warm.plan.prompt_tokens,
+        "warm_ttft_s": statistics.median(w.ttft_s for w, _ in runs),
+        "cold_ttft_s": statistics.median(c.ttft_s for _, c in runs),
+        "warm_share": statistics.median(w.ttft_s / c.ttft_s for w, c in runs),
+        "warm_stages": warm.stages,
+        "cold_stages": cold.stages,
+        "right": other.answer in warm.text,
+        "text": warm.text,
+    }
+
+
+def _planning(model: SpecPrefill, tokens: int, rounds: int) -> dict[str, Any]:
+    """Processor seconds of selecting from a long prompt, scores given, and of its plan."""
+    prose, tokenizer = haystack(), model.target.tokenizer
+    share = len(encode(tokenizer, prose[:100_000], special=False)) / 100_000
+    text = (prose * (1 + int(tokens / share) // len(prose)))[: int(tokens / share)]
+    prompt = prepare(text, target_tokenizer=tokenizer, settings=Settings(keep_rate=0.1))
+    scores = np.random.default_rng(0).random(len(prompt.draft), dtype=np.float32)
+    seconds = []
+    for _ in range(rounds):
+        begin = time.process_time()
+        kept = select(prompt, Importance(scores, 1, 1, (0,)))
+        make_plan(prompt, kept, "original")
+        seconds.append(time.process_time() - begin)
+    return {"tokens": len(prompt.draft), "seconds": statistics.median(seconds)}
+
+
+def _matrix_rate(config: Any, dtype: torch.dtype) -> float:
     """Operations a second of one product of a layer's sizes, the best of ten."""
-    rows, inner = torch.randn(1024, config.hidden_size), config.intermediate_size
-    weight = torch.randn(inner, config.hidden_size)
+    rows = torch.randn(1024, config.hidden_size, dtype=dtype)
+    inner = config.intermediate_size
+    weight = torch.randn(inner, config.hidden_size, dtype=dtype)
     seconds = []
     for _ in range(10):
         started = time.perf_counter()
@@ -167,13 +247,13 @@ def _matrix_rate(config: Any) -> float:
     return 2.0 * rows.numel() * inner / min(seconds)
 
 
-def _alone(draft: str, tokens: int, what: str) -> dict[str, float]:
+def _alone(draft: str, dtype: str, tokens: int, what: str) -> dict[str, float]:
     """Peak resident memory and time of loading, of a prefill, or of scoring, in a process."""
     _say(f"{what} at {tokens} tokens, alone")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "perf.bench", "--peak", what),
-            *("--draft", draft, "--memory-tokens", str(tokens)),
+            *("--draft", draft, "--dtype", dtype, "--memory-tokens", str(tokens)),
         ],
         check=True,
         capture_output=True,
@@ -183,8 +263,8 @@ def _alone(draft: str, tokens: int, what: str) -> dict[str, float]:
     return result
 
 
-def _peak(draft: str, tokens: int, what: str) -> dict[str, float]:
-    model = load_model(draft)
+def _peak(draft: str, dtype: str, tokens: int, what: str) -> dict[str, float]:
+    model = load_model(draft, dtype)
     scorer = TorchDraft(model)
     ids = encode(model.tokenizer, haystack()[: tokens * 8], special=True).ids[:tokens]
     started = time.perf_counter()

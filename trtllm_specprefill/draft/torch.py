@@ -44,7 +44,7 @@ class TorchDraft(ReadingDraft):
         """keep: bytes of keys and values of windows that are kept between prompts."""
         self.name, self.tokenizer = model.name, model.tokenizer
         self.context_length, self.config = model.context_length, model.config
-        self._model = model
+        self.model = model
         self._known: Recent[_Layers] | None = Recent(keep, _bytes_of) if keep else None
         verify_capture(model)
         watch_layers(model)
@@ -71,18 +71,18 @@ class TorchDraft(ReadingDraft):
                 f"{n} draft tokens and {settings.look_ahead} look-ahead tokens",
                 f"at most {self.context_length}, the context of draft {self.name}",
             )
-        if all(w is not None and w < n for w in layer_windows(self._model.config)):
+        if all(w is not None and w < n for w in layer_windows(self.model.config)):
             raise self._blind(n)
         assert settings.votes is not None
         votes = _LookAhead(n, settings.pool)
         seconds: dict[str, float] = {}
-        cache = new_cache(self._model)
+        cache = new_cache(self.model)
         started = time.perf_counter()
         with torch.inference_mode(), capturing(votes):
             token = self._next(torch.from_numpy(ids.astype(np.int64)), 0, cache)
             seconds["draft_prefill"] = time.perf_counter() - started
             for step in range(settings.look_ahead):
-                if token in self._model.eos_token_ids:
+                if token in self.model.eos_token_ids:
                     break
                 votes.row, votes.fed = 1 + step, n + step + 1
                 token = self._next(torch.tensor([token]), n + step, cache)
@@ -100,7 +100,7 @@ class TorchDraft(ReadingDraft):
     def _next(self, ids: torch.Tensor, position: int, cache: DynamicCache) -> int:
         """Feed `ids` from `position` on; the greedy next token."""
         positions = torch.arange(position, position + ids.numel())
-        return int(last_logits(self._model, ids, positions, cache).argmax())
+        return int(last_logits(self.model, ids, positions, cache).argmax())
 
     def _read_windows(
         self, ids: NDArray[np.int32], settings: Settings, question: NDArray[np.int64] | None
@@ -109,7 +109,7 @@ class TorchDraft(ReadingDraft):
         started = time.perf_counter()
         windows = self.windows(int(ids.size), settings, question)
         size = windows.tokens.shape[1]
-        limit = _CPU_BATCH if self._model.device.type == "cpu" else _GPU_BATCH
+        limit = _CPU_BATCH if self.model.device.type == "cpu" else _GPU_BATCH
         tokens = torch.from_numpy(ids.astype(np.int64)[windows.tokens])
         votes = _FirstLayers(min(settings.window, windows.tail), self.depth(settings), settings)
         split = size - windows.tail if self._known else 0
@@ -119,10 +119,10 @@ class TorchDraft(ReadingDraft):
             with torch.inference_mode(), capturing(votes), suppress(Enough):
                 if split:
                     past = self._past(rows[:, :split], votes.depth, max(limit // size, 1))
-                    feed(self._model, rows[:, split:], torch.arange(split, size)[None], past)
+                    feed(self.model, rows[:, split:], torch.arange(split, size)[None], past)
                 else:
-                    self._model.module(
-                        input_ids=rows.to(self._model.device), use_cache=False, logits_to_keep=1
+                    self.model.module(
+                        input_ids=rows.to(self.model.device), use_cache=False, logits_to_keep=1
                     )
             if votes.best is None:
                 raise self._blind(size)
@@ -149,7 +149,7 @@ class TorchDraft(ReadingDraft):
             # Not the model's own kind of cache: that of a sliding layer forgets.
             cache = DynamicCache()
             with capturing(_Until(depth)), suppress(Enough):
-                feed(self._model, rows[part], torch.arange(rows.shape[1])[None], cache)
+                feed(self.model, rows[part], torch.arange(rows.shape[1])[None], cache)
             for place, i in enumerate(part):
                 one = slice(place, place + 1)
                 layers = [
