@@ -22,6 +22,7 @@ from trtllm_specprefill import cli
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.evaluation import needle
+from trtllm_specprefill.evaluation.forms import FACTS, FORMS, told
 from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import Case, cases
 from trtllm_specprefill.evaluation.report import command, machine
@@ -32,52 +33,6 @@ from trtllm_specprefill.settings import Settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _screen = Console(stderr=True, highlight=False)
-
-# Fact and question in different words; the third is not asked for here.
-PARAPHRASED = (
-    (
-        "Old Marta of the {place} always hides her key, number {number}, under the flowerpot.",
-        "Where does Marta of the {place} put what opens her door, and which number does it bear?",
-        "",
-    ),
-    (
-        "In 1987 the painter sold the picture of the {place} for {number} crowns to a stranger.",
-        "How much money did the artist get for his work showing the {place}?",
-        "",
-    ),
-    (
-        "The telephone of the {place} can be reached under {number} during the day.",
-        "Which digits must I dial to call the {place}?",
-        "",
-    ),
-    (
-        "Whoever wants to enter the {place} has to type {number} on the keypad.",
-        "What opens the {place}? Answer in one short sentence and give nothing but the digits.",
-        "",
-    ),
-)
-FACTS = {"plain": needle.TEMPLATES, "paraphrased": PARAPHRASED}
-# One message; a system prompt, two turns and the question alone; the question first and marked;
-# and no chat template at all.
-FORMS = ("message", "turns", "first", "text")
-
-
-def _told(case: Case, form: str) -> tuple[str | list[dict[str, Any]], str | None]:
-    """The prompt in one of `FORMS`, and the question to mark in it."""
-    if form == "message":
-        return [{"role": "user", "content": f"{case.context}\n\n{case.question}"}], None
-    if form == "turns":
-        turns = (
-            ("system", "You answer questions about documents."),
-            ("user", case.context),
-            ("assistant", "I have read it. What do you want to know?"),
-            ("user", case.question),
-        )
-        return [{"role": role, "content": content} for role, content in turns], None
-    if form == "first":
-        content = f"{case.question}\n\n{case.context}"
-        return [{"role": "user", "content": content}], case.question
-    return f"{case.context}\n\nQuestion: {case.question}\nAnswer:", None
 
 
 @app.command(
@@ -94,6 +49,9 @@ def recall(
     form: Annotated[list[str], typer.Option(help=f"Some of {', '.join(FORMS)}.")] = list(FORMS),  # noqa: B006
     keep: Annotated[list[float], typer.Option(help="Keep rates; repeatable.")] = [0.05, 0.1],  # noqa: B006
     seed: Annotated[int, typer.Option(help="Of passages and facts.")] = 0,
+    document: Annotated[
+        Path | None, typer.Option(help="Haystack; the Debian handbook when absent.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Where to write the report, anew after every prompt.")
     ] = None,
@@ -114,7 +72,9 @@ def recall(
         "draft": draft,
         "arms": {name: settings.model_dump(exclude_unset=True) for name, settings in arms.items()},
     }
-    for facts, shape, case in _prompts(scorer.tokenizer, lengths, needles, form, seed):
+    for facts, shape, case in _prompts(
+        scorer.tokenizer, haystack(document), lengths, needles, form, seed
+    ):
         row = {"facts": facts, "form": shape, "tokens": case.tokens, "depth": case.depth}
         row["arms"] = {
             name: _score(scorer, case, shape, settings, keep) for name, settings in arms.items()
@@ -129,9 +89,8 @@ def recall(
 
 
 def _prompts(
-    tokenizer: Any, lengths: list[int], needles: int, forms: list[str], seed: int
+    tokenizer: Any, prose: str, lengths: list[int], needles: int, forms: list[str], seed: int
 ) -> Iterator[tuple[str, str, Case]]:
-    prose = haystack()
     for i, (facts, templates) in enumerate(FACTS.items()):
         for j, form in enumerate(FORMS):
             if form in forms:
@@ -145,7 +104,7 @@ def _prompts(
 def _score(
     scorer: TorchDraft, case: Case, form: str, settings: Settings, rates: list[float]
 ) -> dict[str, Any]:
-    source, question = _told(case, form)
+    source, question = told(case, form)
 
     def prepared(rate: float) -> Prompt:
         at_rate = settings.model_copy(update={"keep_rate": rate})

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trtllm_specprefill.errors import ContextTooLong, InputError, SpecPrefillError
+from trtllm_specprefill.evaluation.commands import CALIBRATE_EXAMPLE, calibrate_heads
 from trtllm_specprefill.serving import commands
 from trtllm_specprefill.settings import Settings
 
@@ -422,6 +423,7 @@ def _say(line: str) -> None:
 
 app.command(epilog=commands.SERVE_EXAMPLE)(commands.serve)
 app.command(epilog=commands.CLIENT_EXAMPLE)(commands.client)
+app.command("calibrate-heads", epilog=CALIBRATE_EXAMPLE)(calibrate_heads)
 
 
 def main() -> None:

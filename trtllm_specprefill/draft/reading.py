@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_specprefill.draft.base import Draft
+from trtllm_specprefill.draft.heads import HeadCalibration
 from trtllm_specprefill.draft.windows import Windows, cut, shared, whole
 from trtllm_specprefill.errors import ContextTooLong
 from trtllm_specprefill.operations import layer_windows, prefill_operations, reading_operations
@@ -17,9 +18,13 @@ DEFAULT_DEPTH = 4  # one layer in so many is run unless the settings say how man
 
 
 class ReadingDraft(Draft):
-    """A draft whose config is known, wherever its weights are."""
+    """A draft whose config is known, wherever its weights are.
+
+    calibration: which heads of it score best, where that was measured.
+    """
 
     config: Any
+    calibration: HeadCalibration | None = None
 
     def operations(self, tokens: int, settings: Settings) -> float:
         """See `Draft.operations`."""
@@ -65,17 +70,46 @@ class ReadingDraft(Draft):
     def depth(self, settings: Settings) -> int:
         """How many of the first layers are run.
 
-        Unless the settings say, a quarter of them, and no fewer than reach one that attends to
-        all of what is read at once: Gemma 3 begins with five layers of sliding windows.
+        Unless the settings say, as many as the calibration takes. Without one a quarter of
+        them, and no fewer than reach one that attends to all of what is read at once: Gemma 3
+        begins with five layers of sliding windows.
         """
         layers = int(self.config.num_hidden_layers)
         if settings.draft_layers:
             return min(settings.draft_layers, layers)
-        size = settings.draft_head + settings.draft_window + settings.draft_tail
-        reads_whole = settings.draft_window == 0
+        if self.calibration is not None and self._applies(self.calibration.layers, settings):
+            return self.calibration.layers
+        size = self._read_at_once(settings)
         sees_all = (
             index + 1
             for index, window in enumerate(layer_windows(self.config))
-            if window is None or (window >= size and not reads_whole)
+            if window is None or (size is not None and window >= size)
         )
         return max(-(-layers // DEFAULT_DEPTH), next(sees_all, layers))
+
+    def scoring_heads(self, settings: Settings) -> tuple[tuple[int, ...], ...] | None:
+        """For each layer that is run, the query heads that score; None for all of them."""
+        depth = self.depth(settings)
+        if self.calibration is None or not self._applies(depth, settings):
+            return None
+        found = self.calibration.at(depth)
+        return None if found is None else found.heads
+
+    def _applies(self, depth: int, settings: Settings) -> bool:
+        """Whether the heads found for this depth all see what is read at once, a window."""
+        found = None if self.calibration is None else self.calibration.at(depth)
+        size = self._read_at_once(settings)
+        if found is None or size is None:
+            return False
+        windows = layer_windows(self.config)
+        return all(
+            window is None or window >= size
+            for window, heads in zip(windows, found.heads, strict=False)
+            if heads
+        )
+
+    def _read_at_once(self, settings: Settings) -> int | None:
+        """Most tokens of a window; None when the whole prompt is read."""
+        if settings.draft_window == 0:
+            return None
+        return settings.draft_head + settings.draft_window + settings.draft_tail

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from trtllm_specprefill.cache import Recent, key_of
 from trtllm_specprefill.draft.capture import Enough, capturing, mask_to_bool, verify_capture
+from trtllm_specprefill.draft.heads import calibration_for
 from trtllm_specprefill.draft.reading import ReadingDraft
 from trtllm_specprefill.errors import ContextTooLong, DraftFailed
 from trtllm_specprefill.forward import feed, last_logits, new_cache, watch_layers
@@ -44,7 +45,7 @@ class TorchDraft(ReadingDraft):
         """keep: bytes of keys and values of windows that are kept between prompts."""
         self.name, self.tokenizer = model.name, model.tokenizer
         self.context_length, self.config = model.context_length, model.config
-        self.model = model
+        self.model, self.calibration = model, calibration_for(model.fingerprint)
         self._known: Recent[_Layers] | None = Recent(keep, _bytes_of) if keep else None
         verify_capture(model)
         watch_layers(model)
@@ -111,7 +112,12 @@ class TorchDraft(ReadingDraft):
         size = windows.tokens.shape[1]
         limit = _CPU_BATCH if self.model.device.type == "cpu" else _GPU_BATCH
         tokens = torch.from_numpy(ids.astype(np.int64)[windows.tokens])
-        votes = _FirstLayers(min(settings.window, windows.tail), self.depth(settings), settings)
+        votes = _FirstLayers(
+            min(settings.window, windows.tail),
+            self.depth(settings),
+            self.scoring_heads(settings),
+            settings.pool,
+        )
         split = size - windows.tail if self._known else 0
         batch = max((_CPU_TAILS if split and limit == _CPU_BATCH else limit) // size, 1)
         scores = []
@@ -201,8 +207,10 @@ class _LookAhead:
 class _FirstLayers:
     """Lets the last `width` queries vote in the first `depth` layers, and runs no other layer."""
 
-    def __init__(self, width: int, depth: int, settings: Settings) -> None:
-        self.width, self.depth, self._pool = width, depth, settings.pool
+    def __init__(
+        self, width: int, depth: int, heads: tuple[tuple[int, ...], ...] | None, pool: int
+    ) -> None:
+        self.width, self.depth, self._scoring, self._pool = width, depth, heads, pool
         self.best: torch.Tensor | None = None  # [B, width, S] of the batch that is being read
         self.layers: set[int] = set()
         self.heads = 0
@@ -216,13 +224,19 @@ class _FirstLayers:
         mask: torch.Tensor | None,
     ) -> None:
         """See `Capture.see`."""
-        if mask is None or self._sees_all(layer, mask):
-            queries = q[:, :, -self.width :]
+        heads = range(q.shape[1]) if self._scoring is None else self._scoring[layer]
+        if heads and (mask is None or self._sees_all(layer, mask)):
             self.best = importance_layer(
-                queries, k, self.best, scale=scale, pool=self._pool, causal=True
+                q[:, :, -self.width :],
+                k,
+                self.best,
+                scale=scale,
+                pool=self._pool,
+                causal=True,
+                heads=heads,
             )
             self.layers.add(layer)
-            self.heads = max(self.heads, q.shape[1])
+            self.heads = max(self.heads, len(heads))
         if layer + 1 == self.depth:
             raise Enough
 

@@ -18,10 +18,11 @@ from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import Case, cases, digest, run_case, summary
 from trtllm_specprefill.evaluation.positions import compare_positions
 from trtllm_specprefill.evaluation.report import command, machine
+from trtllm_specprefill.measured import own_folder, write
 from trtllm_specprefill.models import load_tokenizer
 from trtllm_specprefill.pipeline import SpecPrefill
 from trtllm_specprefill.settings import AMOUNTS, Settings
-from trtllm_specprefill.target.evidence import PositionEvidence, Right, own_folder
+from trtllm_specprefill.target.evidence import FOLDER, PositionEvidence, Right
 from trtllm_specprefill.target.torch import TorchTarget
 
 app = typer.Typer(
@@ -155,9 +156,8 @@ def positions(
         right=Right(**right),
         command=command(),
     )
-    path = out or own_folder() / f"{found.fingerprint}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(found.model_dump_json(indent=1) + "\n", "utf-8")
+    path = out or own_folder(FOLDER) / f"{found.fingerprint}.json"
+    write(path, found)
     print(f"{found.words()}: auto takes {found.better}; written to {path}")
 
 

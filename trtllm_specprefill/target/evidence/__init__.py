@@ -8,16 +8,14 @@ package are the demo models', those in the cache folder are the user's own.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from trtllm_specprefill.fetch import cache_folder
+from trtllm_specprefill.measured import Measurement, find, own_folder
 from trtllm_specprefill.plan import Positions
 
-_log = logging.getLogger(__name__)
+FOLDER = "positions"  # of the cache folder
 
 
 class Right(BaseModel):
@@ -30,23 +28,18 @@ class Right(BaseModel):
     contiguous: int = Field(ge=0)
 
 
-class PositionEvidence(BaseModel):
+class PositionEvidence(Measurement):
     """One measurement: the same needles, the same kept tokens, both policies.
 
-    fingerprint: of the target's weights. keep_rate: share of the prompt kept. tokens: lengths of
-    the prompts. command: what measured it.
+    keep_rate: share of the prompt kept. tokens: lengths of the prompts.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: str
     draft: str
-    fingerprint: str
     keep_rate: float
     tokens: tuple[int, ...]
     needles: int
     right: Right
-    command: str
 
     @property
     def better(self) -> Positions:
@@ -63,20 +56,6 @@ class PositionEvidence(BaseModel):
         )
 
 
-def own_folder() -> Path:
-    """Where the user's own measurements are kept."""
-    return cache_folder() / "positions"
-
-
 def evidence_for(fingerprint: str) -> PositionEvidence | None:
     """What is known of the weights with this fingerprint; the user's own comes first."""
-    return next((e for e in _all() if e.fingerprint == fingerprint), None)
-
-
-def _all() -> Iterator[PositionEvidence]:
-    for folder in (own_folder(), Path(__file__).parent):
-        for path in sorted(folder.glob("*.json")):
-            try:
-                yield PositionEvidence.model_validate_json(path.read_text("utf-8"))
-            except (OSError, ValidationError) as error:
-                _log.warning("%s is no measurement of positions: %s", path, error)
+    return find(PositionEvidence, fingerprint, own_folder(FOLDER), Path(__file__).parent)
