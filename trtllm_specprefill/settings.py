@@ -150,8 +150,8 @@ class Settings(_Knobs):
     )
     draft_layers: int | None = _knob(
         None,
-        "first layers of the draft, the only ones that are run; a quarter of them when absent."
-        " SmolLM2 finds nothing before its 8th of 30: another model may need more",
+        "first layers of the draft, the only ones that are run; when absent as many as its"
+        " calibration takes (see calibrate-heads), or a quarter of them",
         "a whole number >= 1",
         ge=1,
     )

@@ -150,7 +150,7 @@ def _rank(one: Scored, heads: Sequence[Head]) -> float:
 
 def choose(prompts: Sequence[Scored], layers: int) -> list[Head]:
     """The best heads of the first `layers` layers, the most telling first."""
-    everyone = [(i, j) for i in range(layers) for j in range(prompts[0].scores.shape[1])]
+    everyone = [(i, j) for i in range(layers) for j in range(prompts[0].chunks.shape[1])]
     chosen: list[Head] = []
     reached = np.inf
     while len(chosen) < MOST_HEADS:
