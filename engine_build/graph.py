@@ -12,7 +12,6 @@ is not specified, other sequences are not affected.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,8 +93,9 @@ def save_graph(program: torch.onnx.ONNXProgram, path: Path) -> None:
 
     Raises `OSError` when it cannot be written.
     """
-    weights = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
-    program.save(path, external_data=weights > _ONE_FILE)
+    tensors = (value.const_value for value in program.model.graph.initializers.values())
+    size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    program.save(path, external_data=size > _ONE_FILE)
 
 
 def importance_function(pool: int, causal: bool) -> onnx.FunctionProto:
@@ -187,7 +187,8 @@ importance_layer <scale, pool, causal>
     weights = Where (counts, softmax, nothing)
     as_rows = Concat <axis = 0> (b, rest, n)
     rows = Reshape (weights, as_rows)
-    pooled_rows = AveragePool <kernel_shape = [{pool}], pads = [{half}, {half}], count_include_pad = 1> (rows)
+    pooled_rows = AveragePool
+        <kernel_shape = [{pool}], pads = [{half}, {half}], count_include_pad = 1> (rows)
     pooled = Reshape (pooled_rows, by_head)
     best = ReduceMax <keepdims = 0> (pooled, second)
     raised = Max (best, running)

@@ -96,7 +96,8 @@ class ScoringModel(torch.nn.Module):
         self.scoring = scoring
         self.windows = layer_windows(config)[: scoring.layers]
         self.decoder = _first_layers(model, scoring.layers)
-        self.head = model.module.get_output_embeddings() if self.looks_ahead else None
+        module: Any = model.module
+        self.head = module.get_output_embeddings() if self.looks_ahead else None
         heads = int(config.num_attention_heads)
         self.kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -296,11 +297,12 @@ def _first_layers(model: Model, layers: int) -> Any:
     AttentionInterface.register(ATTENTION_NAME, _attention)
     count = int(model.config.num_hidden_layers)
     family = str(model.config.model_type)
+    modules: list[Any] = list(model.module.modules())
     stacks = [
         module
-        for module in model.module.modules()
+        for module in modules
         if isinstance(getattr(module, "layers", None), torch.nn.ModuleList)
-        and len(module.layers) == count  # type: ignore[arg-type]
+        and len(module.layers) == count
     ]
     if len(stacks) != 1:
         raise UnsupportedModel(f"{family}: {len(stacks)} stacks of {count} layers, not one")

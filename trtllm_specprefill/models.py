@@ -13,7 +13,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
 from trtllm_specprefill.convert import (
@@ -39,7 +39,16 @@ from trtllm_specprefill.fetch import (
 )
 from trtllm_specprefill.hardware import choose_device, choose_dtype
 
-__all__ = ["FetchFailed", "Model", "end_ids", "load_config", "load_model", "load_tokenizer"]
+__all__ = [
+    "EngineModel",
+    "FetchFailed",
+    "Model",
+    "end_ids",
+    "engine_model",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+]
 
 _NAMES = (
     "a directory in Hugging Face format, a .gguf file, a hub id such as org/name, or one of "
@@ -70,6 +79,19 @@ class Model:
     """Positions the model was made for."""
     fingerprint: str
     """16 hexadecimal digits that change with the config or the weights."""
+
+
+@dataclass(frozen=True, eq=False)
+class EngineModel:
+    """The model behind an engine or a server, without its weights.
+
+    tokenizer: a fast one. config: the text model's. end_ids: every id that ends an answer.
+    """
+
+    name: str
+    tokenizer: Any
+    config: Any
+    end_ids: frozenset[int]
 
 
 def load_model(
@@ -130,6 +152,19 @@ def load_config(name: str, progress: Progress | None = None) -> Any:
         config = AutoConfig.from_pretrained(source).get_text_config()
     _context_length(config, name)
     return config
+
+
+def engine_model(name: str, progress: Progress | None = None) -> EngineModel:
+    """Tokenizer, config and end ids of a model, without its weights.
+
+    Raises `InputError` for a model whose files cannot be read.
+    """
+    tokenizer = load_tokenizer(name, progress)
+    config = load_config(name, progress)
+    source = tokenizer.name_or_path
+    generation = Path(source) / "generation_config.json"
+    stated = GenerationConfig.from_pretrained(source) if generation.is_file() else None
+    return EngineModel(name, tokenizer, config, end_ids(stated or config, config, tokenizer))
 
 
 def _silent(line: str) -> None:
