@@ -57,8 +57,9 @@ class Scoring:
     """How a draft is to score; what is baked into its graph.
 
     layers: how many of the first layers are run. heads: for each of them the query heads that
-    score, all when None. pool: width of the average pooling, in tokens. queries: W, the most last
-    tokens that vote in window mode. votes: how they are combined in window mode.
+    score, all when None. pool: width of the average pooling, in tokens. queries: in window mode
+    W, the most last tokens that vote; with look-ahead the most rows, 1 + the tokens decoded.
+    votes: how they are combined; with look-ahead by whoever makes the calls.
     """
 
     mode: Mode
@@ -70,8 +71,9 @@ class Scoring:
 
     def __post_init__(self) -> None:
         check_pool_width(self.pool)
-        if not 1 <= self.queries <= MAX_QUERIES:
-            raise InputError("queries", self.queries, f"1 to {MAX_QUERIES}")
+        most = MAX_QUERIES + (self.mode == "lookahead")
+        if not 1 <= self.queries <= most:
+            raise InputError("queries", self.queries, f"1 to {most}")
         if self.heads is not None and len(self.heads) != self.layers:
             raise InputError("heads", len(self.heads), f"a list for each of {self.layers} layers")
         if self.heads is not None and not any(self.heads):
@@ -113,6 +115,13 @@ class ScoringModel(torch.nn.Module):
     def looks_ahead(self) -> bool:
         """Whether it decodes."""
         return self.scoring.mode == "lookahead"
+
+    def votes_after(self, tokens: int) -> bool:
+        """Whether any layer votes for a sequence of which `tokens` tokens have been read."""
+        return any(
+            hasattr(self, f"heads_{layer}") and (window is None or tokens <= window)
+            for layer, window in enumerate(self.windows)
+        )
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Tensors in and out as the module's docstring says, in that order."""

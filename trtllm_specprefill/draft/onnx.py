@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_specprefill.draft.engine import Engine, Ids, Lengths, Pass, Scores
-from trtllm_specprefill.draft.manifest import GRAPH, DraftManifest
+from trtllm_specprefill.draft.manifest import GRAPH, DraftManifest, EngineRefused
 from trtllm_specprefill.errors import InputError, SpecPrefillError
 
 # On a CPU one window fills the cores, and a longer piece only the memory: its attention holds
@@ -23,8 +23,8 @@ _CPU_BATCH, _CPU_PIECE = 1, 1024
 class OnnxEngine(Engine):
     """The graph in `folder`; see `Engine`.
 
-    Raises `InputError` when there is none or onnxruntime cannot run it, `SpecPrefillError` when
-    onnxruntime is not installed.
+    Raises `EngineRefused` for one that was built for something else, `InputError` when there is
+    none or onnxruntime cannot run it, `SpecPrefillError` when onnxruntime is not installed.
     """
 
     def __init__(
@@ -39,6 +39,9 @@ class OnnxEngine(Engine):
         device: `cpu`, `cuda`, `cuda:N`, or `auto`: the GPU if this onnxruntime has one.
         threads: of a CPU; all cores when None.
         """
+        manifest.check_field("runtime", "onnx", "what onnxruntime runs")
+        if manifest.precision == "bf16":
+            raise EngineRefused("precision", "bf16", "fp32 or fp8 under onnxruntime")
         runtime = _onnxruntime()
         provider = _provider(runtime, device)
         on_cpu = provider == "CPUExecutionProvider"

@@ -1,0 +1,85 @@
+"""Engines made once for many tests: small random models, exported and described."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine_build.graph import export_draft, save_graph
+from engine_build.probe import draft_manifest, make_probe
+from engine_build.scoring_model import Scoring
+from tests.test_judges import random_model
+from trtllm_specprefill.draft.graph import GraphDraft
+from trtllm_specprefill.draft.manifest import GRAPH, DraftManifest
+from trtllm_specprefill.draft.onnx import OnnxEngine
+from trtllm_specprefill.models import EngineModel, Model
+
+VOCABULARY = 211
+_FOLDERS = tempfile.TemporaryDirectory(prefix="drafts-")
+
+
+class Ids:
+    """A tokenizer of ids written as numbers; `salt` makes one that is not the same."""
+
+    bos_token_id, eos_token_id = None, 1
+
+    def __init__(self, salt: int = 0) -> None:
+        self.salt = salt
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"{self.salt + i}": i for i in range(VOCABULARY)}
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [2 + ord(c) % (VOCABULARY - 2) for c in text]}
+
+
+@functools.cache
+def small(family: str) -> Model:
+    """The small random model of a family."""
+    torch.manual_seed(len(family))
+    return random_model(family, Ids())
+
+
+@functools.cache
+def folder_of(family: str, scoring: Scoring, max_tokens: int = 400, max_batch: int = 4) -> Path:
+    """An engine's folder: graph and manifest."""
+    return build(small(family), scoring, max_tokens, max_batch)
+
+
+def build(model: Model, scoring: Scoring, max_tokens: int, max_batch: int = 4) -> Path:
+    folder = Path(tempfile.mkdtemp(dir=_FOLDERS.name))
+    save_graph(export_draft(model, scoring), folder / GRAPH)
+    ids = fresh_ids(min(60, max_tokens), int(model.config.vocab_size), seed=5)
+    draft_manifest(
+        model,
+        scoring,
+        runtime="onnx",
+        precision="fp32",
+        scorer="native",
+        max_tokens=max_tokens,
+        max_batch=max_batch,
+        probe=make_probe(model, scoring, ids.tolist(), "fp32"),
+    ).write(folder)
+    return folder
+
+
+def described(model: Model) -> EngineModel:
+    return EngineModel(model.name, model.tokenizer, model.config, model.eos_token_ids)
+
+
+def opened(model: Model, folder: Path, batch: int = 1, piece: int = 1024) -> GraphDraft:
+    """The engine under onnxruntime, reading `batch` sequences in pieces of `piece` tokens."""
+    manifest = DraftManifest.read(folder)
+    engine = OnnxEngine(folder, manifest, "cpu", threads=1)
+    engine.batch, engine.piece = batch, piece
+    return GraphDraft(folder, manifest, described(model), engine)
+
+
+def fresh_ids(n: int, vocabulary: int = VOCABULARY, seed: Any = None) -> NDArray[np.int32]:
+    return np.random.default_rng(seed).integers(2, vocabulary, n).astype(np.int32)
