@@ -21,6 +21,7 @@ from plugins.importance.onnx_nodes import DOMAIN
 from tests.engine_build.drafts import folder_of, fresh_ids, opened, small
 from tests.test_windows import Seen
 from trtllm_specprefill.draft.capture import capturing
+from trtllm_specprefill.draft.engine import look_ahead
 from trtllm_specprefill.draft.manifest import GRAPH
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import InputError
@@ -29,7 +30,7 @@ from trtllm_specprefill.importance_op import head_table
 from trtllm_specprefill.models import Model
 from trtllm_specprefill.settings import Settings
 
-WINDOW = Scoring("window", 3, queries=24)
+WINDOW = Scoring("window", 2, queries=24)
 HEADS = Scoring("window", 3, ((0, 4), (), (1, 2, 5)), pool=5, queries=16, votes="mean")
 AHEAD = Scoring("lookahead", 4, queries=9, votes="mean")
 EARLY = Scoring("lookahead", 2, queries=9, votes="mean")
@@ -58,7 +59,7 @@ def test_whole_prompts_score_as_under_torch_alone_and_in_ragged_batches(
 ) -> None:
     model = small(family)
     draft = opened(model, folder_of(family, WINDOW), batch)
-    asked = Settings(draft_window=0, window=24, draft_layers=3)
+    asked = Settings(draft_window=0, window=24, draft_layers=2)
     judge = TorchDraft(model)
     ids = prompts()
     for one, found in zip(ids, draft.score_batch(ids, asked), strict=True):
@@ -69,7 +70,7 @@ def test_whole_prompts_score_as_under_torch_alone_and_in_ragged_batches(
 def test_windows_behind_a_short_question_score_as_under_torch(batch: int) -> None:
     model = small("llama")
     draft = opened(model, folder_of("llama", WINDOW), batch)
-    asked = Settings(draft_window=130, draft_overlap=20, window=24, draft_layers=3)
+    asked = Settings(draft_window=130, draft_overlap=20, window=24, draft_layers=2)
     ids = fresh_ids(900)
     # Fewer tokens ask than may vote: the rest of the last ones must not.
     question = np.r_[10:18, 895:900]
@@ -85,9 +86,9 @@ def test_only_the_listed_heads_score() -> None:
     asked = Settings(draft_window=0, window=16, draft_layers=3, pool=5, votes="mean")
     found = draft.score(ids, asked)
     assert (found.layers, found.heads) == ((0, 2), 3)
+    TorchDraft(model)  # routes its attention through the capture
     seen = Seen()
     with torch.inference_mode(), capturing(seen):
-        TorchDraft(model)
         model.module(torch.from_numpy(ids).long()[None], use_cache=False)
     assert HEADS.heads is not None
     # The maximum runs over layers and heads alike, so each head may be a layer of its own.
@@ -127,9 +128,7 @@ def first_layers(model: Model, layers: int) -> Model:
     return replace(model, module=module, config=module.config)
 
 
-@pytest.mark.parametrize(
-    ("family", "scoring"), [("llama", AHEAD), ("gemma3", AHEAD), ("llama", EARLY)]
-)
+@pytest.mark.parametrize(("family", "scoring"), [("llama", AHEAD), ("gemma3", EARLY)])
 @pytest.mark.parametrize(("batch", "piece"), [(1, 1024), (4, 1024), (4, 50)])
 def test_look_ahead_scores_and_decodes_as_under_torch_in_one_call_or_in_pieces(
     family: str, scoring: Scoring, batch: int, piece: int
@@ -143,8 +142,6 @@ def test_look_ahead_scores_and_decodes_as_under_torch_in_one_call_or_in_pieces(
     ids = prompts()
     for one, found in zip(ids, draft.score_batch(ids, asked), strict=True):
         assert_same(found, judge.score(one, asked))
-    from trtllm_specprefill.draft.engine import look_ahead
-
     decoded = look_ahead(
         draft._engine, [one.astype(np.int64) for one in ids], 8, "mean", ends=model.eos_token_ids
     )
@@ -187,8 +184,8 @@ def test_an_early_exit_leaves_out_what_it_does_not_need() -> None:
     graph = onnx.load(folder_of("llama", WINDOW) / GRAPH)
     stored = sum(np.prod(list(t.dims)) for t in graph.graph.initializer)
     layers = model.module.model.layers
-    attention = [layers[2].self_attn.q_proj, layers[2].self_attn.k_proj]
-    parts = [model.module.model.embed_tokens, layers[0], layers[1], *attention]
+    attention = [layers[1].self_attn.q_proj, layers[1].self_attn.k_proj]
+    parts = [model.module.model.embed_tokens, layers[0], *attention]
     needed = sum(p.numel() for part in parts for p in part.parameters())
     assert needed * 0.99 < stored < needed * 1.02
 
@@ -252,9 +249,7 @@ def test_the_function_means_what_the_judge_means(data: st.DataObject) -> None:
     kv_heads, ratio, dim = draw(st.integers(1, 3)), draw(st.integers(1, 3)), 8
     b, w = draw(st.integers(1, 3)), draw(st.integers(1, 9))
     n = draw(st.integers(w, 70))
-    heads = sorted(
-        draw(st.sets(st.integers(0, kv_heads * ratio - 1), min_size=1, max_size=9))
-    )
+    heads = sorted(draw(st.sets(st.integers(0, kv_heads * ratio - 1), min_size=1, max_size=9)))
     # Causal queries are a sequence's own last W: it has at least so many tokens.
     lengths = draw(st.lists(st.integers(w if causal else 0, n), min_size=b, max_size=b))
     scale = draw(st.sampled_from(SCALES))

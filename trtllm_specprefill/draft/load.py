@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -24,9 +25,9 @@ _log = logging.getLogger(__name__)
 
 def load_draft(
     kind: str,
-    model: str,
+    model: str = "",
     *,
-    engine: str = "",
+    path: str = "",
     fallback: str = "none",
     dtype: str = "auto",
     device: str = "auto",
@@ -39,7 +40,7 @@ def load_draft(
         kind: `torch`; `onnx` or `tensorrt`, what `python -m engine_build draft` made.
         model: a model as `load_model` takes it; for an engine the one it was built from, whose
             tokenizer and config it has. Empty: the one that the engine names.
-        engine: folder of an engine.
+        path: folder of an engine.
         fallback: for an engine that cannot be used: `torch` takes the model itself, `dense` a
             draft that fails every time, so that prompts are read in full, `none` raises.
         dtype: of `torch`. device: where it runs.
@@ -57,7 +58,7 @@ def load_draft(
     if kind == "torch":
         return _torch(model, dtype, device, progress)
     try:
-        return _engine(kind, model, engine, device, threads, progress)
+        return _engine(kind, model, path, device, threads, progress)
     except SpecPrefillError as error:
         if fallback == "none":
             raise
@@ -65,20 +66,36 @@ def load_draft(
         _log.warning("%s", words)
         if progress is not None:
             progress(words)
-        model = source_model(kind, model, engine)
+        model = model or DraftManifest.read(path).model
         if fallback == "torch":
-            return _torch(model, dtype, device, progress)
+            return Substitute(_torch(model, dtype, device, progress), words)
         return UnusableDraft(engine_model(model, progress), str(error))
 
 
-def source_model(kind: str, model: str, engine: str) -> str:
-    """The model whose tokenizer and config a draft has: `model`, else the engine's.
+def engine_kind(path: str) -> DraftKind:
+    """What runs the engine in a folder. Raises `InputError` when there is none."""
+    return "onnx" if DraftManifest.read(path).runtime == "onnx" else "tensorrt"
 
-    Raises `InputError` when neither says.
-    """
-    if model or kind == "torch":
-        return model
-    return DraftManifest.read(engine).model
+
+class Substitute(Draft):
+    """A draft that takes the place of an engine, and says so of every importance."""
+
+    def __init__(self, draft: Draft, why: str) -> None:
+        self.name, self.tokenizer = draft.name, draft.tokenizer
+        self.context_length, self._draft, self._why = draft.context_length, draft, why
+
+    def score(
+        self,
+        ids: NDArray[np.int32],
+        settings: Settings,
+        question: NDArray[np.int64] | None = None,
+    ) -> Importance:
+        """See `Draft.score`."""
+        return replace(self._draft.score(ids, settings, question), detail=self._why)
+
+    def operations(self, tokens: int, settings: Settings) -> float:
+        """See `Draft.operations`."""
+        return self._draft.operations(tokens, settings)
 
 
 class UnusableDraft(Draft):
@@ -120,7 +137,7 @@ def _engine(
     from trtllm_specprefill.draft.graph import GraphDraft, check_model
 
     if not folder:
-        raise InputError("engine", folder, f"the folder of an engine, for a draft of kind {kind}")
+        raise InputError("path", folder, f"the folder of an engine, for a draft of kind {kind}")
     manifest = DraftManifest.read(folder)
     described = engine_model(model or manifest.model, progress)
     check_model(manifest, described)  # before anything large is loaded
