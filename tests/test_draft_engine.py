@@ -20,7 +20,7 @@ from engine_build.scoring_model import Scoring, ScoringModel
 from tests.engine_build import drafts
 from tests.engine_build.drafts import ModuleEngine, described, fresh_ids, manifest_of, small
 from tests.test_judges import random_model
-from trtllm_specprefill import SpecPrefill
+from trtllm_specprefill import SpecPrefill, cli
 from trtllm_specprefill.draft.graph import GraphDraft
 from trtllm_specprefill.draft.load import UnusableDraft, engine_kind, load_draft
 from trtllm_specprefill.draft.manifest import GRAPH, MANIFEST, DraftManifest, EngineRefused
@@ -373,6 +373,38 @@ def test_what_takes_an_engines_place_crosses_the_wire() -> None:
 
 
 # --- the door
+
+
+def test_the_command_line_scores_with_an_engine(
+    text_folder: tuple[Path, Path],
+    prose: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "prompt.txt").write_text(prose[:1500])
+    command = ["score", "--prompt", str(tmp_path / "prompt.txt"), "--json", "--set", "window=24"]
+    chosen = ["--draft-engine", str(text_folder[1]), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["specprefill", *command, *chosen])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    tokens = json.loads(capsys.readouterr().out)["tokens"]
+    draft = load_draft("onnx", path=str(text_folder[1]), device="cpu")
+    ids = np.array([token["id"] for token in tokens], dtype=np.int32)
+    asked = Settings(window=24)
+    found = [token["importance"] for token in tokens]
+    # The whole text asks: the tail is the same whether the question is named or not.
+    expected = draft.score(ids, asked).scores
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    (tmp_path / "nothing").mkdir()
+    monkeypatch.setattr(
+        sys, "argv", ["specprefill", *command, "--draft-engine", str(tmp_path / "nothing")]
+    )
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "engine_build draft" in capsys.readouterr().err
 
 
 def test_a_draft_is_asked_for_by_words_that_are_known(text_folder: tuple[Path, Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_build.graph import OPSET, importance_function
+import engine_build.graph
+from engine_build.graph import OPSET, export_draft, importance_function, save_graph
 from engine_build.scoring_model import Scoring, ScoringModel
 from perf import gpu_check
 from plugins.importance.onnx_nodes import DOMAIN
-from tests.engine_build.drafts import folder_of, fresh_ids, opened, small
+from tests.engine_build.drafts import folder_of, fresh_ids, manifest_of, opened, small
 from tests.test_windows import Seen
 from trtllm_specprefill.draft.capture import capturing
 from trtllm_specprefill.draft.engine import look_ahead
@@ -188,6 +190,20 @@ def test_an_early_exit_leaves_out_what_it_does_not_need() -> None:
     parts = [model.module.model.embed_tokens, layers[0], *attention]
     needed = sum(p.numel() for part in parts for p in part.parameters())
     assert needed * 0.99 < stored < needed * 1.02
+
+
+def test_weights_too_large_for_one_file_lie_beside_the_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, scoring = small("llama"), Scoring("window", 1, queries=4)
+    program = export_draft(model, scoring)
+    monkeypatch.setattr(engine_build.graph, "_ONE_FILE", 1000)
+    save_graph(program, tmp_path / GRAPH)
+    assert {path.name for path in tmp_path.iterdir()} == {GRAPH, f"{GRAPH}.data"}
+    weights = model.module.model.embed_tokens.weight.numel() * 4
+    assert (tmp_path / GRAPH).stat().st_size < weights < (tmp_path / f"{GRAPH}.data").stat().st_size
+    manifest_of(model, scoring).write(tmp_path)
+    assert opened(model, tmp_path).probe_error < 1e-5
 
 
 def test_layers_and_heads_the_model_does_not_have_are_refused() -> None:
