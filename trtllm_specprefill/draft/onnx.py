@@ -5,6 +5,7 @@ onnxruntime knows nothing of importance: it runs the function that the graph bri
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,24 @@ from trtllm_specprefill.errors import InputError, SpecPrefillError
 # On a CPU one window fills the cores, and a longer piece only the memory: its attention holds
 # heads x piece x tokens.
 _CPU_BATCH, _CPU_PIECE = 1, 1024
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A device as onnxruntime names it: `cpu` or `cuda`, and which of them."""
+
+    kind: str
+    number: int = 0
+
+    @property
+    def provider(self) -> tuple[str, dict[str, int]]:
+        """What runs graphs there, and its options."""
+        if self.kind == "cpu":
+            return "CPUExecutionProvider", {}
+        return "CUDAExecutionProvider", {"device_id": self.number}
+
+
+_CPU = _Place("cpu")
 
 
 class OnnxEngine(Engine):
@@ -43,10 +62,7 @@ class OnnxEngine(Engine):
         if manifest.precision == "bf16":
             raise EngineRefused("precision", "bf16", "fp32 or fp8 under onnxruntime")
         runtime = _onnxruntime()
-        provider = _provider(runtime, device)
-        on_cpu = provider == "CPUExecutionProvider"
-        self.batch = _CPU_BATCH if on_cpu else manifest.max_batch
-        self.piece = _CPU_PIECE if on_cpu else manifest.max_tokens
+        self._place = _place(runtime, device)
         options = runtime.SessionOptions()
         options.log_severity_level = 3
         if threads:
@@ -54,19 +70,21 @@ class OnnxEngine(Engine):
         path = Path(folder) / GRAPH
         if not path.is_file():
             raise InputError("engine", str(folder), f"a folder with {GRAPH}")
-        place: Any = provider
-        if not on_cpu and ":" in device:
-            place = (provider, {"device_id": device.partition(":")[2]})
         try:
-            self._session = runtime.InferenceSession(str(path), options, providers=[place])
+            self._session = runtime.InferenceSession(
+                str(path), options, providers=[self._place.provider]
+            )
         except Exception as error:  # onnxruntime raises what it likes
             words = " ".join(str(error).split())[:300]
-            raise InputError(
-                "engine", str(path), f"a graph that onnxruntime takes ({words})"
-            ) from None
-        if self._session.get_providers()[0] != provider:
-            used = self._session.get_providers()[0]
-            raise InputError("device", device, f"one that onnxruntime can use; it took {used}")
+            allowed = f"a graph that onnxruntime takes ({words})"
+            raise InputError("engine", str(path), allowed) from None
+        if self._session.get_providers()[0] == _CPU.provider[0]:  # also where CUDA did not load
+            if device.startswith("cuda"):
+                raise InputError("device", device, "cpu: onnxruntime could not load its CUDA part")
+            self._place = _CPU
+        on_cpu = self._place is _CPU
+        self.batch = _CPU_BATCH if on_cpu else manifest.max_batch
+        self.piece = _CPU_PIECE if on_cpu else manifest.max_tokens
         self._manifest = manifest
 
     def read(self, input_ids: Ids, position_ids: Ids, lengths: Lengths, voters: Lengths) -> Scores:
@@ -82,20 +100,22 @@ class OnnxEngine(Engine):
 
     def begin(self, batch: int, capacity: int) -> Pass:
         """See `Engine.begin`."""
-        return _OnnxPass(self._session, self._manifest, batch, capacity)
+        return _OnnxPass(self._session, self._place, self._manifest, batch, capacity)
 
 
 class _OnnxPass(Pass):
     """Keys and values stay where onnxruntime put them: what one call made, the next reads."""
 
-    def __init__(self, session: Any, manifest: DraftManifest, batch: int, capacity: int) -> None:
+    def __init__(
+        self, session: Any, place: _Place, manifest: DraftManifest, batch: int, capacity: int
+    ) -> None:
         assert manifest.cache is not None
         cache = manifest.cache
         size = (batch, cache.kv_heads, capacity, cache.head_dim)
         empty: NDArray[Any] = np.zeros(size, dtype=cache.dtype)
         names = [f"{kind}.{i}" for i in range(cache.layers) for kind in ("keys", "values")]
-        self._session, self._names = session, names
-        value = _onnxruntime().OrtValue.ortvalue_from_numpy(empty)
+        self._session, self._place, self._names = session, place, names
+        value = _onnxruntime().OrtValue.ortvalue_from_numpy(empty, place.kind, place.number)
         self._past: dict[str, Any] = {f"past_{name}": value for name in names}
 
     def step(
@@ -118,11 +138,10 @@ class _OnnxPass(Pass):
             binding.bind_cpu_input(name, np.ascontiguousarray(array))
         for name, value in self._past.items():
             binding.bind_ortvalue_input(name, value)
-        device = next(iter(self._past.values())).device_name()
         for name in ("importance", "next_token"):
             binding.bind_output(name)
         for name in self._names:
-            binding.bind_output(f"present_{name}", device)
+            binding.bind_output(f"present_{name}", self._place.kind, self._place.number)
         self._session.run_with_iobinding(binding)
         rows, tokens, *present = binding.get_outputs()
         self._past = {f"past_{n}": value for n, value in zip(self._names, present, strict=True)}
@@ -140,13 +159,15 @@ def _onnxruntime() -> Any:
     return onnxruntime
 
 
-def _provider(runtime: Any, device: str) -> str:
-    has_gpu = "CUDAExecutionProvider" in runtime.get_available_providers()
-    kind = device.partition(":")[0]
-    if kind not in ("auto", "cpu", "cuda"):
+def _place(runtime: Any, device: str) -> _Place:
+    kind, _, number = device.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (number and not number.isdigit()):
         raise InputError("device", device, "auto, cpu, cuda or cuda:N")
-    if kind == "cuda" and not has_gpu:
-        raise InputError(
-            "device", device, "cpu: this onnxruntime has no CUDA (onnxruntime-gpu has)"
-        )
-    return "CUDAExecutionProvider" if has_gpu and kind != "cpu" else "CPUExecutionProvider"
+    if kind == "cpu":
+        return _CPU
+    if "CUDAExecutionProvider" not in runtime.get_available_providers():
+        if kind == "auto":
+            return _CPU
+        allowed = "cpu: this onnxruntime has no CUDA, onnxruntime-gpu has"
+        raise InputError("device", device, allowed)
+    return _Place("cuda", int(number or 0))
