@@ -83,8 +83,8 @@ class Scoring:
 class ScoringModel(torch.nn.Module):
     """The module that is exported. Its weights are the model's own, not copies.
 
-    Raises `InputError` for layers or heads the model does not have, `UnsupportedModel` for a
-    model whose decoder or attention is not of the usual form.
+    Raises `InputError` for layers or heads the model does not have and for a model on a GPU,
+    `UnsupportedModel` for a model whose decoder or attention is not of the usual form.
     """
 
     def __init__(self, model: Model, scoring: Scoring) -> None:
@@ -93,6 +93,8 @@ class ScoringModel(torch.nn.Module):
         most = int(config.num_hidden_layers)
         if not 1 <= scoring.layers <= most:
             raise InputError("layers", scoring.layers, f"1 to {most}, the layers of {model.name}")
+        if model.device.type != "cpu":
+            raise InputError("device", str(model.device), "cpu: a graph is made there")
         if getattr(config, "attention_chunk_size", None):
             raise UnsupportedModel(f"{config.model_type}: its attention is chunked")
         self.scoring = scoring
@@ -216,7 +218,7 @@ class _Reading:
         self._owner, self._voting, self._read = owner, voting, read
         self._scored, self._causal = scored, causal
         self._places = places
-        self._behind = places[:, None, :, None] - slots[:, None, None, :]
+        self._rows, self._columns = places[:, None, :, None], slots[:, None, None, :]
         self._masks: dict[int | None, torch.Tensor] = {}
 
     @contextmanager
@@ -248,8 +250,11 @@ class _Reading:
     def _mask(self, window: int | None) -> torch.Tensor:
         """bool `[B or 1, 1, S, N]`, true where a key is seen; the same for every such layer."""
         if window not in self._masks:
-            seen = self._behind >= 0
-            self._masks[window] = seen if window is None else seen & (self._behind < window)
+            # Compared, not subtracted: whole numbers of that size would be eight times the mask.
+            seen = self._columns <= self._rows
+            if window is not None:
+                seen = seen & (self._columns > self._rows - window)
+            self._masks[window] = seen
         return self._masks[window]
 
     def _vote(self, layer: int, q: torch.Tensor, k: torch.Tensor, scale: float) -> None:

@@ -216,6 +216,8 @@ def test_layers_and_heads_the_model_does_not_have_are_refused() -> None:
         Scoring("window", 2, ((1,),))
     with pytest.raises(InputError, match="pool"):
         Scoring("window", 2, pool=4)
+    with pytest.raises(InputError, match="device"):
+        ScoringModel(replace(model, device=torch.device("cuda")), Scoring("window", 2))
 
 
 # --- the function
