@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import sys
@@ -405,6 +406,24 @@ def test_the_command_line_scores_with_an_engine(
         cli.main()
     assert ended.value.code == 2
     assert "engine_build draft" in capsys.readouterr().err
+
+
+def test_an_engine_of_other_weights_under_the_same_tokenizer_is_refused(
+    text_model: Model, text_folder: tuple[Path, Path], tmp_path: Path
+) -> None:
+    own, engine = text_folder
+    other = tmp_path / "tuned"
+    shutil.copytree(own, other)
+    module = copy.deepcopy(text_model.module)
+    with torch.no_grad():
+        module.lm_head.weight += 0.01
+    module.save_pretrained(other)
+    load_draft("onnx", str(own), path=str(engine), device="cpu")
+    with pytest.raises(EngineRefused, match=r"model_hash: '\w{16}'.*weights of .*tuned"):
+        load_draft("onnx", str(other), path=str(engine), device="cpu")
+    # Without weights on this disk there is nothing to compare: a served engine needs none.
+    (other / "model.safetensors").unlink()
+    load_draft("onnx", str(other), path=str(engine), device="cpu")
 
 
 def test_a_draft_is_asked_for_by_words_that_are_known(text_folder: tuple[Path, Path]) -> None:

@@ -48,12 +48,14 @@ __all__ = [
     "load_config",
     "load_model",
     "load_tokenizer",
+    "local_fingerprint",
 ]
 
 _NAMES = (
     "a directory in Hugging Face format, a .gguf file, a hub id such as org/name, or one of "
     + ", ".join(sorted(DEMO_MODELS))
 )
+_WEIGHTS = ("*.safetensors", "*.bin")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -165,6 +167,16 @@ def engine_model(name: str, progress: Progress | None = None) -> EngineModel:
     generation = Path(source) / "generation_config.json"
     stated = GenerationConfig.from_pretrained(source) if generation.is_file() else None
     return EngineModel(name, tokenizer, config, end_ids(stated or config, config, tokenizer))
+
+
+def local_fingerprint(name: str, progress: Progress | None = None) -> str | None:
+    """`Model.fingerprint` without loading the weights; None where they are not on this disk.
+
+    Raises what `load_model` raises.
+    """
+    folder = Path(_locate(name, progress or _silent))
+    weights = folder.is_dir() and any(any(folder.glob(kind)) for kind in _WEIGHTS)
+    return _fingerprint(folder) if weights else None
 
 
 def _silent(line: str) -> None:
@@ -298,7 +310,7 @@ def _fingerprint(folder: Path) -> str:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("transformers_version", None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+    for path in sorted(path for kind in _WEIGHTS for path in folder.glob(kind)):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:

@@ -15,7 +15,7 @@ from trtllm_specprefill.draft.manifest import DraftManifest
 from trtllm_specprefill.errors import DraftFailed, InputError, SpecPrefillError
 from trtllm_specprefill.fetch import Progress
 from trtllm_specprefill.importance import Importance
-from trtllm_specprefill.models import EngineModel, engine_model, load_model
+from trtllm_specprefill.models import EngineModel, engine_model, load_model, local_fingerprint
 from trtllm_specprefill.settings import Settings
 
 DraftKind = Literal["torch", "onnx", "tensorrt"]
@@ -141,6 +141,9 @@ def _engine(
     manifest = DraftManifest.read(folder)
     described = engine_model(model or manifest.model, progress)
     check_model(manifest, described)  # before anything large is loaded
+    weights = local_fingerprint(described.name, progress)
+    if weights is not None:
+        manifest.check_field("model_hash", weights, f"the weights of {described.name}")
     if kind == "onnx":
         from trtllm_specprefill.draft.onnx import OnnxEngine
 
