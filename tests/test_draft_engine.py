@@ -34,6 +34,7 @@ from trtllm_specprefill.errors import (
     InputError,
     SpecPrefillError,
 )
+from trtllm_specprefill.fetch import sha256_of
 from trtllm_specprefill.forward import interruptible
 from trtllm_specprefill.models import Model, load_model
 from trtllm_specprefill.plan import Reason
@@ -343,7 +344,7 @@ def test_in_the_place_of_a_broken_engine_stands_what_was_chosen_and_says_so(
         manifest["probe"]["importance"][3] += 1
         (broken / MANIFEST).write_text(json.dumps(manifest))
     where = {"path": str(broken), "device": "cpu", "dtype": "float32"}
-    word = {"graph": "onnxruntime takes", "manifest": MANIFEST, "probe": "probe.importance"}
+    word = {"graph": f"files.{GRAPH}", "manifest": MANIFEST, "probe": "probe.importance"}
     told: list[str] = []
 
     def loaded(fallback: str) -> Any:
@@ -446,7 +447,7 @@ def test_a_server_is_told_of_an_engine_in_its_settings() -> None:
 
 
 def test_onnxruntime_takes_no_engine_that_is_not_for_it_and_no_device_it_has_not(
-    text_folder: tuple[Path, Path],
+    text_folder: tuple[Path, Path], tmp_path: Path
 ) -> None:
     folder = text_folder[1]
     manifest = DraftManifest.read(folder)
@@ -456,6 +457,12 @@ def test_onnxruntime_takes_no_engine_that_is_not_for_it_and_no_device_it_has_not
     ):
         with pytest.raises(EngineRefused, match=word):
             OnnxEngine(folder, manifest.model_copy(update=changes), "cpu")
+    (tmp_path / GRAPH).write_bytes(b"no graph")
+    files = {GRAPH: sha256_of(tmp_path / GRAPH)}
+    with pytest.raises(InputError, match="a graph that onnxruntime takes"):
+        OnnxEngine(tmp_path, manifest.model_copy(update={"files": files}), "cpu")
+    with pytest.raises(InputError, match=f"a folder with {GRAPH}"):
+        OnnxEngine(tmp_path / "empty", manifest, "cpu")
     with pytest.raises(InputError, match="device: 'npu'"):
         OnnxEngine(folder, manifest, "npu")
     with pytest.raises(InputError, match="onnxruntime-gpu"):

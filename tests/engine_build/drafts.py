@@ -24,6 +24,7 @@ from trtllm_specprefill.draft.manifest import (
     tokenizer_hash,
 )
 from trtllm_specprefill.draft.onnx import OnnxEngine
+from trtllm_specprefill.fetch import sha256_of
 from trtllm_specprefill.models import EngineModel, Model
 
 VOCABULARY = 211
@@ -62,14 +63,22 @@ def build(model: Model, scoring: Scoring, max_tokens: int, max_batch: int = 4) -
     """Export a draft and describe it in a new folder."""
     folder = Path(tempfile.mkdtemp(dir=_FOLDERS.name))
     save_graph(export_draft(model, scoring), folder / GRAPH)
-    manifest_of(model, scoring, max_tokens, max_batch).write(folder)
+    manifest_of(model, scoring, max_tokens, max_batch, folder).write(folder)
     return folder
 
 
 def manifest_of(
-    model: Model, scoring: Scoring, max_tokens: int = 400, max_batch: int = 4
+    model: Model,
+    scoring: Scoring,
+    max_tokens: int = 400,
+    max_batch: int = 4,
+    folder: Path | None = None,
 ) -> DraftManifest:
-    """What an engine of this kind says of itself, with torch's figures of a probe."""
+    """What an engine of this kind says of itself, with torch's figures of a probe.
+
+    folder: where its files lie.
+    """
+    files = {} if folder is None else {path.name: sha256_of(path) for path in folder.iterdir()}
     module = ScoringModel(model, scoring).eval()
     cache = None
     if scoring.mode == "lookahead":
@@ -103,6 +112,7 @@ def manifest_of(
         max_tokens=max_tokens,
         max_batch=max_batch,
         cache=cache,
+        files=files,
         probe=Probe(
             ids=tuple(ids.tolist()),
             importance=tuple(scores.tolist()),

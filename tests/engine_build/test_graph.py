@@ -202,7 +202,7 @@ def test_weights_too_large_for_one_file_lie_beside_the_graph(
     assert {path.name for path in tmp_path.iterdir()} == {GRAPH, f"{GRAPH}.data"}
     weights = model.module.model.embed_tokens.weight.numel() * 4
     assert (tmp_path / GRAPH).stat().st_size < weights < (tmp_path / f"{GRAPH}.data").stat().st_size
-    manifest_of(model, scoring).write(tmp_path)
+    manifest_of(model, scoring, folder=tmp_path).write(tmp_path)
     assert opened(model, tmp_path).probe_error < 1e-5
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from trtllm_specprefill.draft.engine import Engine, Ids, Lengths, Pass, Scores
 from trtllm_specprefill.draft.manifest import GRAPH, DraftManifest, EngineRefused
 from trtllm_specprefill.errors import InputError, SpecPrefillError
+from trtllm_specprefill.fetch import sha256_of
 
 # On a CPU one window fills the cores, and a longer piece only the memory: its attention holds
 # heads x piece x tokens.
@@ -70,6 +71,10 @@ class OnnxEngine(Engine):
         path = Path(folder) / GRAPH
         if not path.is_file():
             raise InputError("engine", str(folder), f"a folder with {GRAPH}")
+        for file in (path, path.with_name(f"{GRAPH}.data")):
+            if file.is_file():
+                found = sha256_of(file)
+                manifest.check_field(f"files.{file.name}", found, "the file that lies there")
         try:
             self._session = runtime.InferenceSession(
                 str(path), options, providers=[self._place.provider]
