@@ -80,7 +80,7 @@ def read(engine: Engine, prompts: Sequence[Ids], voters: Sequence[int]) -> list[
     return scores
 
 
-@dataclass
+@dataclass(frozen=True)
 class LookedAhead:
     """What look-ahead found out about one prompt.
 

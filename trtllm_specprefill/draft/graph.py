@@ -72,7 +72,7 @@ class GraphDraft(ReadingDraft):
     ) -> list[Importance]:
         """Importance of several prompts of any lengths, read together as the engine can.
 
-        Raises what `Draft.score` raises, for all of them when it is for one.
+        Raises what `Draft.score` raises when one of them cannot be scored.
         """
         settings = settings.in_force()
         self._check_settings(settings)
