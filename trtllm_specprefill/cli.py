@@ -57,6 +57,10 @@ Protect_ = Annotated[
 Draft_ = Annotated[
     str, typer.Option(metavar="MODEL", help="Directory, .gguf file, hub id or demo alias.")
 ]
+DraftEngine_ = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="A built draft, in the place of --draft; see engine_build."),
+]
 Target_ = Annotated[str, typer.Option(metavar="MODEL", help="The same choices.")]
 Keep_ = Annotated[
     float | None, typer.Option("--keep", help=Settings.meaning("keep_rate").capitalize())
@@ -102,6 +106,7 @@ def run(
     tools: Tools_ = None,
     protect: Protect_ = None,
     draft: Draft_ = "smollm2-135m",
+    draft_engine: DraftEngine_ = None,
     target: Target_ = "smollm2-135m",
     keep: Keep_ = None,
     keep_tokens: KeepTokens_ = None,
@@ -138,7 +143,9 @@ def run(
     definitions = None if tools is None else _read_json("--tools", tools)
     from trtllm_specprefill.pipeline import SpecPrefill
 
-    model = SpecPrefill.from_pretrained(draft, target, dtype=dtype, device=device, progress=_say)
+    model = SpecPrefill.from_pretrained(
+        draft, target, draft_engine=draft_engine, dtype=dtype, device=device, progress=_say
+    )
     asked = source.for_tokenizer(model.target.tokenizer)
 
     def answer(settings: Settings, title: str) -> Any:
@@ -187,6 +194,7 @@ def score(
     tools: Tools_ = None,
     protect: Protect_ = None,
     draft: Draft_ = "smollm2-135m",
+    draft_engine: DraftEngine_ = None,
     target: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Whose tokenizer; the draft's if absent.")
     ] = None,
@@ -202,12 +210,20 @@ def score(
     settings = _settings(keep, keep_tokens, coverage, None, "auto", setting)
     source = _source(messages, prompt, context, question)
     definitions = None if tools is None else _read_json("--tools", tools)
-    from trtllm_specprefill.draft.torch import TorchDraft
-    from trtllm_specprefill.models import load_model, load_tokenizer
+    from trtllm_specprefill.draft.load import engine_kind, load_draft
+    from trtllm_specprefill.models import load_tokenizer
     from trtllm_specprefill.prompt import prepare, tokenizer_difference
     from trtllm_specprefill.selection import select
 
-    scorer = TorchDraft(load_model(draft, dtype, device, _say))
+    kind = "torch" if draft_engine is None else engine_kind(draft_engine)
+    scorer = load_draft(
+        kind,
+        draft if draft_engine is None else "",
+        path=draft_engine or "",
+        dtype=dtype,
+        device=device,
+        progress=_say,
+    )
     tokenizer = scorer.tokenizer if target is None else load_tokenizer(target, _say)
     same = tokenizer_difference(scorer.tokenizer, tokenizer) is None
     prepared = prepare(

@@ -45,11 +45,16 @@ def watch_layers(model: Model) -> None:
                     layer.register_forward_pre_hook(_run_check)
 
 
-def _run_check(module: torch.nn.Module, inputs: object) -> None:
-    del module, inputs
+def check_interrupted() -> None:
+    """Call the check of `interruptible`, if there is one: for work that has no torch layers."""
     check = _check.get()
     if check is not None:
         check()
+
+
+def _run_check(module: torch.nn.Module, inputs: object) -> None:
+    del module, inputs
+    check_interrupted()
 
 
 def new_cache(model: Model) -> DynamicCache:

@@ -44,6 +44,7 @@ class Importance:
         prompt from its last token does not vote: its softmax is over other tokens than the
         rest's, and a maximum over both would favour the end of the prompt.
     seconds: time by stage, in seconds (`draft_prefill`, `look_ahead`).
+    detail: a word on the draft for every report, such as whose place it takes.
     """
 
     scores: NDArray[np.float32]
@@ -51,6 +52,7 @@ class Importance:
     heads: int
     layers: tuple[int, ...]
     seconds: dict[str, float] = field(default_factory=dict)
+    detail: str = ""
 
     def __post_init__(self) -> None:
         check_scores(self.scores)

@@ -13,7 +13,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
 from trtllm_specprefill.convert import (
@@ -39,12 +39,23 @@ from trtllm_specprefill.fetch import (
 )
 from trtllm_specprefill.hardware import choose_device, choose_dtype
 
-__all__ = ["FetchFailed", "Model", "end_ids", "load_config", "load_model", "load_tokenizer"]
+__all__ = [
+    "EngineModel",
+    "FetchFailed",
+    "Model",
+    "end_ids",
+    "engine_model",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "local_fingerprint",
+]
 
 _NAMES = (
     "a directory in Hugging Face format, a .gguf file, a hub id such as org/name, or one of "
     + ", ".join(sorted(DEMO_MODELS))
 )
+_WEIGHTS = ("*.safetensors", "*.bin")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -70,6 +81,19 @@ class Model:
     """Positions the model was made for."""
     fingerprint: str
     """16 hexadecimal digits that change with the config or the weights."""
+
+
+@dataclass(frozen=True, eq=False)
+class EngineModel:
+    """The model behind an engine or a server, without its weights.
+
+    tokenizer: a fast one. config: the text model's. end_ids: every id that ends an answer.
+    """
+
+    name: str
+    tokenizer: Any
+    config: Any
+    end_ids: frozenset[int]
 
 
 def load_model(
@@ -130,6 +154,29 @@ def load_config(name: str, progress: Progress | None = None) -> Any:
         config = AutoConfig.from_pretrained(source).get_text_config()
     _context_length(config, name)
     return config
+
+
+def engine_model(name: str, progress: Progress | None = None) -> EngineModel:
+    """Tokenizer, config and end ids of a model, without its weights.
+
+    Raises `InputError` for a model whose files cannot be read.
+    """
+    tokenizer = load_tokenizer(name, progress)
+    config = load_config(name, progress)
+    source = tokenizer.name_or_path
+    generation = Path(source) / "generation_config.json"
+    stated = GenerationConfig.from_pretrained(source) if generation.is_file() else None
+    return EngineModel(name, tokenizer, config, end_ids(stated or config, config, tokenizer))
+
+
+def local_fingerprint(name: str, progress: Progress | None = None) -> str | None:
+    """`Model.fingerprint` without loading the weights; None where they are not on this disk.
+
+    Raises what `load_model` raises.
+    """
+    folder = Path(_locate(name, progress or _silent))
+    weights = folder.is_dir() and any(any(folder.glob(kind)) for kind in _WEIGHTS)
+    return _fingerprint(folder) if weights else None
 
 
 def _silent(line: str) -> None:
@@ -263,7 +310,7 @@ def _fingerprint(folder: Path) -> str:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("transformers_version", None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+    for path in sorted(path for kind in _WEIGHTS for path in folder.glob(kind)):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from trtllm_specprefill.clock import Clock
 from trtllm_specprefill.draft.base import Draft
+from trtllm_specprefill.draft.load import engine_kind, load_draft
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import (
     ContextTooLong,
@@ -153,15 +154,22 @@ class SpecPrefill:
         draft: str | None = "smollm2-135m",
         target: str = "smollm2-135m",
         *,
+        draft_engine: str | None = None,
         dtype: str = "auto",
         device: str = "auto",
         progress: Progress | None = None,
     ) -> SpecPrefill:
         """Load both models under torch; see `models.load_model` for names, dtype and device.
 
-        The same name twice loads one set of weights. Raises `InputError` for a model that
+        The same name twice loads one set of weights. draft_engine: folder of a draft that
+        `engine_build` made, in the place of `draft`. Raises `InputError` for a model that
         cannot be used, `UnsupportedModel` for a family whose attention cannot be captured.
         """
+        if draft_engine is not None:
+            scorer = load_draft(
+                engine_kind(draft_engine), path=draft_engine, device=device, progress=progress
+            )
+            return cls(scorer, TorchTarget(load_model(target, dtype, device, progress)))
         target_model = load_model(target, dtype, device, progress)
         if draft is None:
             return cls(None, TorchTarget(target_model))
@@ -362,7 +370,8 @@ class SpecPrefill:
             return dense_plan(prompt, Reason.PROTECTED_EXCEEDS_BUDGET, words)
         with clock.stage("plan"):
             plan = make_plan(prompt, kept, positions, separator)
-            plan = replace(plan, detail="; ".join(self._remarks(prompt, positions)))
+            remarks = [*self._remarks(prompt, positions), importance.detail]
+            plan = replace(plan, detail="; ".join(filter(None, remarks)))
             check_fits(plan, self.target.position_support.context, sampling.max_tokens)
         return plan
 

@@ -86,7 +86,8 @@ def _schema() -> onnx.defs.OpSchema:
 def expand_for_tensorrt(model: onnx.ModelProto, sm: int = 0) -> int:
     """Replace every `importance_layer` node by the two plugin nodes; returns how many there were.
 
-    sm: compute capability to compile for, 0 for the GPU that builds the engine. Changes `model`.
+    A function that explains the node to other runtimes goes with it. sm: compute capability to
+    compile for, 0 for the GPU that builds the engine. Changes `model`.
     Raises `ValueError` if the heads of a layer are not a constant of the model.
     """
     shapes = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
@@ -124,6 +125,9 @@ def expand_for_tensorrt(model: onnx.ModelProto, sm: int = 0) -> int:
             )
         )
         count += 1
+    others = [f for f in model.functions if (f.domain, f.name) != (DOMAIN, "importance_layer")]
+    del model.functions[:]
+    model.functions.extend(others)
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     return count

@@ -77,7 +77,7 @@ def test_without_tensorrt_llm_the_targets_say_what_to_install(
     from tests.target.conftest import manifest_of
     from tests.test_judges import Spelling, random_model
     from trtllm_specprefill.errors import InputError
-    from trtllm_specprefill.target.engine import EngineModel
+    from trtllm_specprefill.models import EngineModel
     from trtllm_specprefill.target.trtllm_executor import ExecutorTarget
     from trtllm_specprefill.target.trtllm_llm import LLMTarget
 

@@ -15,9 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.contracts import engine
 from tests.test_judges import Spelling, random_model
-from trtllm_specprefill.models import Model
+from trtllm_specprefill.models import EngineModel, Model
 from trtllm_specprefill.target.base import Target
-from trtllm_specprefill.target.engine import EngineModel
 from trtllm_specprefill.target.manifest import Manifest
 from trtllm_specprefill.target.torch import TorchTarget
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_specprefill.models import Model
+from trtllm_specprefill.models import EngineModel, Model
 from trtllm_specprefill.plan import PrunePlan, Reason
 from trtllm_specprefill.settings import Sampling
 from trtllm_specprefill.target.base import Step
 from trtllm_specprefill.target.endpoint import EndpointTarget, connect
-from trtllm_specprefill.target.engine import EngineModel
 from trtllm_specprefill.target.torch import TorchTarget
 
 

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 import triton_python_backend_utils as pb
 
-from trtllm_specprefill.draft.torch import TorchDraft
-from trtllm_specprefill.models import load_model
+from trtllm_specprefill.draft.load import load_draft
 from trtllm_specprefill.serving.control import listen
 from trtllm_specprefill.serving.orchestrator import importance_tensors
 from trtllm_specprefill.serving.settings import ServeSettings
@@ -26,7 +25,16 @@ class TritonPythonModel:
         own = ServeSettings.of(json.loads(parameters["settings"]["string_value"])).draft
         if own.threads:
             torch.set_num_threads(own.threads)
-        self.worker = ScoringWorker(TorchDraft(load_model(own.model, own.dtype, own.device)))
+        draft = load_draft(
+            own.backend,
+            own.model,
+            path=own.path,
+            fallback=own.fallback,
+            dtype=own.dtype,
+            device=own.device,
+            threads=own.threads,
+        )
+        self.worker = ScoringWorker(draft)
         listen(Path(parameters["control"]["string_value"]), "draft", self._told)
 
     def execute(self, requests):

@@ -25,7 +25,7 @@ from trtllm_specprefill.operations import shortest_window
 
 ATTENTION_NAME = "specprefill_capture"
 # Keyword arguments that change what a layer attends to and that scaled dot products ignore.
-_CHANGES_LOGITS = ("softcap", "s_aux", "position_bias")
+CHANGES_LOGITS = ("softcap", "s_aux", "position_bias")
 
 
 class Capture(Protocol):
@@ -72,7 +72,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     capture = _active.get()
     if capture is not None:
-        changed = [name for name in _CHANGES_LOGITS if kwargs.get(name) is not None]
+        changed = [name for name in CHANGES_LOGITS if kwargs.get(name) is not None]
         if changed:
             raise UnsupportedModel(f"its attention uses {', '.join(changed)}")
         scale = kwargs.get("scaling")

@@ -26,6 +26,11 @@ class ReadingDraft(Draft):
     config: Any
     calibration: HeadCalibration | None = None
 
+    @property
+    def limit(self) -> str:
+        """What `context_length` is, in words."""
+        return f"the context of draft {self.name}"
+
     def operations(self, tokens: int, settings: Settings) -> float:
         """See `Draft.operations`."""
         config = self.config
@@ -45,7 +50,7 @@ class ReadingDraft(Draft):
                 raise ContextTooLong(
                     "prompt",
                     f"{tokens} draft tokens at once (draft_window=0)",
-                    f"at most {self.context_length}, the context of draft {self.name}",
+                    f"at most {self.context_length}, {self.limit}",
                 )
             return whole(tokens)
         tail = np.arange(tokens) if question is None else question
@@ -56,7 +61,7 @@ class ReadingDraft(Draft):
             raise ContextTooLong(
                 "draft_head, draft_overlap and draft_tail",
                 f"{settings.draft_head}, {overlap} and {tail.size}",
-                f"less than {self.context_length} together, the context of draft {self.name}",
+                f"less than {self.context_length} together, {self.limit}",
             )
         return cut(
             tokens,

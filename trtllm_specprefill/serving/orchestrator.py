@@ -131,6 +131,7 @@ def importance_tensors(result: Importance | SpecPrefillError) -> dict[str, NDArr
         "heads": result.heads,
         "layers": list(result.layers),
         "seconds": result.seconds,
+        "detail": result.detail,
     }
     return {"importance": result.scores, "report": json_tensor(report)}
 
@@ -152,6 +153,7 @@ def read_importance(outputs: dict[str, NDArray[Any]], elapsed: float) -> Importa
         report["heads"],
         tuple(report["layers"]),
         {"draft_queue": max(elapsed - sum(seconds.values()), 0.0), **seconds},
+        report["detail"],
     )
 
 

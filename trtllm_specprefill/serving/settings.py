@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trtllm_specprefill.draft.load import DraftFallback, DraftKind
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.prompt import read_text
 from trtllm_specprefill.settings import Sampling, Settings
@@ -27,6 +28,18 @@ class ModelSettings(_Part):
     dtype: str = Field(default="auto", description="auto, float32, bfloat16 or float16")
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
     threads: int | None = Field(default=None, ge=1, description="CPU threads; all when absent")
+
+
+class DraftSettings(ModelSettings):
+    """The draft: what it is, and what runs it; see `draft.load.load_draft`."""
+
+    backend: DraftKind = Field(default="torch", description="what runs it")
+    path: str = Field(default="", description="folder of the engine; for onnx and tensorrt")
+    fallback: DraftFallback = Field(
+        default="torch",
+        description="in the place of an engine that cannot be used: torch, the model itself;"
+        " dense, prompts are read in full; none, the server does not start",
+    )
 
 
 class TargetSettings(ModelSettings):
@@ -74,7 +87,7 @@ class ServeSettings(_Part):
     infer_instances: plain, non-streaming `infer` calls answered at a time.
     """
 
-    draft: ModelSettings = ModelSettings()
+    draft: DraftSettings = DraftSettings()
     target: TargetSettings = TargetSettings()
     settings: Settings = Settings()
     sampling: Sampling = Sampling()

@@ -19,11 +19,11 @@ from urllib.parse import SplitResult, urlsplit
 import numpy as np
 
 from trtllm_specprefill.errors import InputError, TargetFailed
+from trtllm_specprefill.models import EngineModel
 from trtllm_specprefill.operations import prefill_operations, shortest_window
 from trtllm_specprefill.plan import PositionSupport, PrunePlan
 from trtllm_specprefill.settings import GREEDY_BELOW, Sampling
 from trtllm_specprefill.target.base import FinishReason, Step, Target
-from trtllm_specprefill.target.engine import EngineModel
 from trtllm_specprefill.target.steps import Chunk, assemble
 
 if TYPE_CHECKING:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_specprefill.errors import ContextTooLong
+from trtllm_specprefill.models import EngineModel
 from trtllm_specprefill.operations import shortest_window
 from trtllm_specprefill.plan import PositionSupport, PrunePlan
 from trtllm_specprefill.settings import Sampling
@@ -19,19 +18,6 @@ from trtllm_specprefill.target.positions import ENDED, Recorded, check_positions
 from trtllm_specprefill.target.steps import Chunk
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class EngineModel:
-    """The model behind an engine or a server, without its weights.
-
-    tokenizer: a fast one. config: the text model's. end_ids: every id that ends an answer.
-    """
-
-    name: str
-    tokenizer: Any
-    config: Any
-    end_ids: frozenset[int]
 
 
 def support_of(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal, get_args
-
-from transformers import GenerationConfig
 
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.fetch import Progress
-from trtllm_specprefill.models import end_ids, load_config, load_model, load_tokenizer
+from trtllm_specprefill.models import engine_model, load_model
 from trtllm_specprefill.target.base import Target
-from trtllm_specprefill.target.engine import EngineModel
 from trtllm_specprefill.target.manifest import Manifest
 
 TargetKind = Literal["torch", "trtllm_executor", "trtllm_llm", "endpoint"]
@@ -81,16 +77,3 @@ def source_model(kind: TargetKind, model: str) -> str:
     Raises `InputError` for a folder that holds no engine.
     """
     return Manifest.read(model).model if kind.startswith("trtllm") else model
-
-
-def engine_model(name: str, progress: Progress | None = None) -> EngineModel:
-    """Tokenizer, config and end ids of a model, without its weights.
-
-    Raises `InputError` for a model whose files cannot be read.
-    """
-    tokenizer = load_tokenizer(name, progress)
-    config = load_config(name, progress)
-    source = tokenizer.name_or_path
-    generation = Path(source) / "generation_config.json"
-    stated = GenerationConfig.from_pretrained(source) if generation.is_file() else None
-    return EngineModel(name, tokenizer, config, end_ids(stated or config, config, tokenizer))

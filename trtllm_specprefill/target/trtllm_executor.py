@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtllm_specprefill.errors import InputError, TargetFailed
+from trtllm_specprefill.models import EngineModel
 from trtllm_specprefill.operations import prefill_operations
 from trtllm_specprefill.plan import PrunePlan, Reason
 from trtllm_specprefill.settings import GREEDY_BELOW, Sampling
 from trtllm_specprefill.target.base import Step, Target
-from trtllm_specprefill.target.engine import EngineModel, check_kv_fits, support_of
+from trtllm_specprefill.target.engine import check_kv_fits, support_of
 from trtllm_specprefill.target.manifest import Manifest
 from trtllm_specprefill.target.steps import Chunk, assemble
 
