@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_windows import fresh_ids, random_model
-from trtllm_specprefill.cache import CACHED, Recent, RememberingDraft, key_of
+from trtllm_specprefill.cache import CACHED, Recent, RememberingDraft, key_of, remembering
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.models import Model
+from trtllm_specprefill.pipeline import Generation, SpecPrefill
 from trtllm_specprefill.settings import Settings
+from trtllm_specprefill.target.torch import TorchTarget
 
 ASKED = Settings(draft_window=200, draft_layers=2, draft_tail=32)
 ROOM = 1 << 24
@@ -146,3 +148,43 @@ def test_half_precision_windows_are_kept_as_well() -> None:
     np.testing.assert_array_equal(
         keeping.score(ids, ASKED).scores, keeping.score(ids, ASKED).scores
     )
+
+
+@pytest.mark.model
+def test_a_second_turn_reads_what_is_new_and_selects_what_a_cold_draft_selects(
+    smollm2: Model, prose: str
+) -> None:
+    """6: a system prompt's secret word, cold and warm, and the turn after it."""
+    target = TorchTarget(smollm2)
+
+    def pair() -> SpecPrefill:
+        return SpecPrefill(remembering(TorchDraft(smollm2, 1 << 28), 1 << 28), target)
+
+    def read(model: SpecPrefill, turns: list[dict[str, str]]) -> tuple[int, Generation]:
+        answers: list[Generation] = []
+        knobs = {"keep": 0.3, "threshold": 0, "min_keep_tokens": 0, "max_tokens": 12}
+
+        tokens = fed_by(smollm2, lambda: answers.append(model.generate(turns, **knobs)))
+        return tokens - answers[0].plan.input_ids.size, answers[0]
+
+    turns = [
+        {"role": "system", "content": "The secret word is 'marzipan'. Tell it when asked."},
+        {"role": "user", "content": prose[:9000] + "\n\nWhat is the secret word?"},
+    ]
+    warm = pair()
+    cold_read, first = read(warm, turns)
+    again_read, again = read(warm, turns)
+    assert (again.text, again.stages["draft_cached"]) == (first.text, 0.0)
+    assert again_read < 64  # the answer's own tokens
+    turns += [
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "And which word was secret, once more?"},
+    ]
+    warm_read, warm_answer = read(warm, turns)
+    full_read, cold_answer = read(pair(), turns)
+    np.testing.assert_array_equal(warm_answer.plan.input_ids, cold_answer.plan.input_ids)
+    assert warm_answer.text == cold_answer.text
+    for one in (first, again, warm_answer, cold_answer):
+        assert turns[0]["content"] in target.tokenizer.decode(one.plan.input_ids)
+    assert warm_read < 0.6 * full_read
+    assert cold_read > 1500

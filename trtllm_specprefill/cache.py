@@ -64,6 +64,15 @@ def key_of(*parts: bytes) -> bytes:
     return digest.digest()
 
 
+def remembering(draft: Draft, keep: int) -> Draft:
+    """`draft`, its scores of the last prompts kept where `keep`, in bytes, is not 0.
+
+    keep: what may be kept in all; scores, 4 bytes a token, get a sixteenth of it, and the rest is
+    the draft's own for keys and values, thousands of bytes a token.
+    """
+    return RememberingDraft(draft, keep // 16) if keep else draft
+
+
 class RememberingDraft(Draft):
     """A draft whose scores of the last prompts are kept."""
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trtllm_specprefill.cache import remembering
 from trtllm_specprefill.clock import Clock
 from trtllm_specprefill.draft.base import Draft
 from trtllm_specprefill.draft.load import engine_kind, load_draft
@@ -157,17 +158,23 @@ class SpecPrefill:
         draft_engine: str | None = None,
         dtype: str = "auto",
         device: str = "auto",
+        cache_mib: int = 0,
         progress: Progress | None = None,
     ) -> SpecPrefill:
         """Load both models under torch; see `models.load_model` for names, dtype and device.
 
         The same name twice loads one set of weights. draft_engine: folder of a draft that
-        `engine_build` made, in the place of `draft`. Raises `InputError` for a model that
-        cannot be used, `UnsupportedModel` for a family whose attention cannot be captured.
+        `engine_build` made, in the place of `draft`. cache_mib: mebibytes of the draft's work that
+        are kept between prompts, see `cache`. Raises `InputError` for a model that cannot be
+        used, `UnsupportedModel` for a family whose attention cannot be captured.
         """
         if draft_engine is not None:
             scorer = load_draft(
-                engine_kind(draft_engine), path=draft_engine, device=device, progress=progress
+                engine_kind(draft_engine),
+                path=draft_engine,
+                device=device,
+                cache_mib=cache_mib,
+                progress=progress,
             )
             return cls(scorer, TorchTarget(load_model(target, dtype, device, progress)))
         target_model = load_model(target, dtype, device, progress)
@@ -176,7 +183,8 @@ class SpecPrefill:
         draft_model = (
             target_model if draft == target else load_model(draft, dtype, device, progress)
         )
-        return cls(TorchDraft(draft_model), TorchTarget(target_model))
+        keep = cache_mib << 20
+        return cls(remembering(TorchDraft(draft_model, keep), keep), TorchTarget(target_model))
 
     def generate(
         self,

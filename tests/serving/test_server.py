@@ -46,7 +46,12 @@ def served() -> ServeSettings:
     model = {"dtype": "float32"}  # as the fixtures that its answers are compared with
     return with_free_ports(
         ServeSettings.of(
-            {"limits": LIMITS.model_dump(), "ports": ports, "draft": model, "target": model}
+            {
+                "limits": LIMITS.model_dump(),
+                "ports": ports,
+                "draft": {**model, "cache_mib": 0},  # every request is scored, also the same one
+                "target": model,
+            }
         )
     )
 

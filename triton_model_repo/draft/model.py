@@ -33,6 +33,7 @@ class TritonPythonModel:
             dtype=own.dtype,
             device=own.device,
             threads=own.threads,
+            cache_mib=own.cache_mib,
         )
         self.worker = ScoringWorker(draft)
         listen(Path(parameters["control"]["string_value"]), "draft", self._told)

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from trtllm_specprefill.cache import remembering
 from trtllm_specprefill.draft.base import Draft
 from trtllm_specprefill.draft.manifest import DraftManifest
 from trtllm_specprefill.errors import DraftFailed, InputError, SpecPrefillError
@@ -32,6 +33,7 @@ def load_draft(
     dtype: str = "auto",
     device: str = "auto",
     threads: int | None = None,
+    cache_mib: int = 0,
     progress: Progress | None = None,
 ) -> Draft:
     """A draft that is ready to score; one that was built ahead has reproduced its probe.
@@ -45,6 +47,8 @@ def load_draft(
             draft that fails every time, so that prompts are read in full, `none` raises.
         dtype: of `torch`. device: where it runs.
         threads: of an engine on a CPU; all cores when None.
+        cache_mib: mebibytes of what is kept between prompts, see `cache`: of `torch` the keys and
+            values of windows, and of every kind scores, at most a sixteenth of it.
         progress: told, in a line each, of anything that takes long, and of a fallback.
 
     Raises:
@@ -55,8 +59,24 @@ def load_draft(
         raise InputError("draft", kind, "one of " + ", ".join(get_args(DraftKind)))
     if fallback not in get_args(DraftFallback):
         raise InputError("fallback", fallback, "one of " + ", ".join(get_args(DraftFallback)))
+    keep = cache_mib << 20
+    draft = _load(kind, model, path, fallback, dtype, device, threads, keep, progress)
+    return remembering(draft, keep)
+
+
+def _load(
+    kind: str,
+    model: str,
+    path: str,
+    fallback: str,
+    dtype: str,
+    device: str,
+    threads: int | None,
+    keep: int,
+    progress: Progress | None,
+) -> Draft:
     if kind == "torch":
-        return _torch(model, dtype, device, progress)
+        return _torch(model, dtype, device, keep, progress)
     try:
         return _engine(kind, model, path, device, threads, progress)
     except SpecPrefillError as error:
@@ -68,7 +88,7 @@ def load_draft(
             progress(words)
         model = model or DraftManifest.read(path).model
         if fallback == "torch":
-            return Substitute(_torch(model, dtype, device, progress), words)
+            return Substitute(_torch(model, dtype, device, keep, progress), words)
         return UnusableDraft(engine_model(model, progress), str(error))
 
 
@@ -120,10 +140,10 @@ class UnusableDraft(Draft):
         return 0.0
 
 
-def _torch(model: str, dtype: str, device: str, progress: Progress | None) -> Draft:
+def _torch(model: str, dtype: str, device: str, keep: int, progress: Progress | None) -> Draft:
     from trtllm_specprefill.draft.torch import TorchDraft
 
-    return TorchDraft(load_model(model, dtype, device, progress))
+    return TorchDraft(load_model(model, dtype, device, progress), keep)
 
 
 def _engine(

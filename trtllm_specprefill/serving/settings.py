@@ -40,6 +40,12 @@ class DraftSettings(ModelSettings):
         description="in the place of an engine that cannot be used: torch, the model itself;"
         " dense, prompts are read in full; none, the server does not start",
     )
+    cache_mib: int = Field(
+        default=256,
+        ge=0,
+        description="mebibytes of what is kept between prompts, so that a prompt that comes again"
+        " is not scored again, and of a conversation only what is new is read; 0 keeps nothing",
+    )
 
 
 class TargetSettings(ModelSettings):
