@@ -11,9 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
@@ -245,6 +248,27 @@ def test_fewer_voters_and_fewer_steps_than_were_built_are_taken() -> None:
         np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-4, atol=1e-7)
 
 
+@hypothesis.settings(max_examples=15)
+@given(data=st.data(), family=st.sampled_from(["llama", "gemma3"]))
+def test_ragged_batches_in_any_pieces_score_as_each_prompt_alone_under_torch(
+    data: st.DataObject, family: str
+) -> None:
+    model, steps = small(family), data.draw(st.integers(0, 6))
+    prompts = [
+        fresh_ids(n) for n in data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=4))
+    ]
+    scoring = Scoring("lookahead", 4, queries=7, votes="mean")
+    engine = ModuleEngine(ScoringModel(model, scoring).eval())
+    engine.batch, engine.piece = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 100))
+    draft = GraphDraft("folder", manifest_of(model, scoring), described(model), engine)
+    asked = Settings(scoring="lookahead", look_ahead=steps)
+    judge = TorchDraft(model)
+    for ids, found in zip(prompts, draft.score_batch(prompts, asked), strict=True):
+        expected = judge.score(ids, asked)
+        assert (found.layers, found.queries) == (expected.layers, expected.queries)
+        np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-4, atol=1e-7)
+
+
 def test_a_draft_none_of_whose_layers_sees_the_whole_prompt_fails() -> None:
     model = small("gemma3")  # its first layer has a window of 64
     scoring = Scoring("window", 1, queries=24)
@@ -377,36 +401,43 @@ def test_what_takes_an_engines_place_crosses_the_wire() -> None:
 # --- the door
 
 
-def test_the_command_line_scores_with_an_engine(
+def test_the_command_line_scores_and_answers_with_an_engine(
     text_folder: tuple[Path, Path],
     prose: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    own, engine = text_folder
     (tmp_path / "prompt.txt").write_text(prose[:1500])
-    command = ["score", "--prompt", str(tmp_path / "prompt.txt"), "--json", "--set", "window=24"]
-    chosen = ["--draft-engine", str(text_folder[1]), "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["specprefill", *command, *chosen])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert not ended.value.code
-    tokens = json.loads(capsys.readouterr().out)["tokens"]
-    draft = load_draft("onnx", path=str(text_folder[1]), device="cpu")
+    (tmp_path / "nothing").mkdir()
+
+    def told(command: str, folder: Path, *options: str) -> tuple[int, str, str]:
+        given = ["--prompt", str(tmp_path / "prompt.txt"), "--draft-engine", str(folder)]
+        knobs = ["--set", "window=24", "--device", "cpu", "--json", *options]
+        monkeypatch.setattr(sys, "argv", ["specprefill", command, *given, *knobs])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    code, out, err = told("score", engine)
+    assert code == 0, err
+    tokens = json.loads(out)["tokens"]
     ids = np.array([token["id"] for token in tokens], dtype=np.int32)
-    asked = Settings(window=24)
+    draft = load_draft("onnx", path=str(engine), device="cpu")
     found = [token["importance"] for token in tokens]
     # The whole text asks: the tail is the same whether the question is named or not.
-    expected = draft.score(ids, asked).scores
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    (tmp_path / "nothing").mkdir()
-    monkeypatch.setattr(
-        sys, "argv", ["specprefill", *command, "--draft-engine", str(tmp_path / "nothing")]
-    )
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    assert "engine_build draft" in capsys.readouterr().err
+    np.testing.assert_allclose(found, draft.score(ids, Settings(window=24)).scores, rtol=1e-5)
+
+    options = ["--target", str(own), "--threshold", "0", "--max-tokens", "2", "--keep", "0.4"]
+    code, out, err = told("run", engine, *options, "--set", "min_keep_tokens=0")
+    assert code == 0, err
+    report = json.loads(out)
+    assert (report["reason"], report["prompt_tokens"]) == ("pruned", ids.size)
+    for command in ("score", "run"):
+        code, _, err = told(command, tmp_path / "nothing")
+        assert (code, "engine_build draft" in err) == (2, True)
 
 
 def test_an_engine_of_other_weights_under_the_same_tokenizer_is_refused(

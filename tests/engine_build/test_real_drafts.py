@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1800)]
 LENGTHS = (19, 333, 1024, 3001, 7990)  # traced with 72
 TOGETHER = (700, 19, 333, 512)  # 512: the sliding window of Gemma 3
 STEPS = 8
-# As deep as the fast draft goes by itself, and with look-ahead the whole model.
+# Layers that are run in window mode, and with look-ahead the whole model.
 DEPTHS = {"smollm2-135m": (8, 30), "gemma3-270m": (6, 18)}
 
 
@@ -37,6 +37,10 @@ def built(name: str, mode: str) -> Path:
     depth, layers = DEPTHS[name]
     if mode == "window":
         return build(model_of(name), Scoring("window", depth), 8192)
+    if mode == "default":
+        draft = TorchDraft(model_of(name))
+        heads = draft.scoring_heads(Settings())
+        return build(model_of(name), Scoring("window", draft.depth(Settings()), heads), 8192)
     scoring = Scoring("lookahead", layers, queries=1 + STEPS, votes="mean")
     return build(model_of(name), scoring, 8192)
 
@@ -105,9 +109,10 @@ def test_a_ragged_batch_scores_and_decodes_as_under_torch(name: str, mode: str, 
 
 @pytest.mark.parametrize("name", list(DEPTHS))
 def test_windows_of_a_long_prompt_score_as_under_torch(name: str, prose: str) -> None:
+    """As the settings are when nothing is said: the heads that were found to score best."""
     model = model_of(name)
-    draft, ids = opened(model, built(name, "window")), prompt(model, 8000, prose)
-    found = draft.score(ids, Settings())
-    expected = TorchDraft(model).score(ids, Settings(draft_layers=DEPTHS[name][0]))
-    assert (found.layers, found.queries) == (expected.layers, expected.queries)
+    draft, ids = opened(model, built(name, "default")), prompt(model, 8000, prose)
+    found, expected = draft.score(ids, Settings()), TorchDraft(model).score(ids, Settings())
+    for field in ("layers", "queries", "heads"):
+        assert getattr(found, field) == getattr(expected, field)
     np.testing.assert_allclose(found.scores, expected.scores, rtol=0, atol=1e-4)
