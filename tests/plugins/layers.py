@@ -164,7 +164,7 @@ def _interpreter_process() -> ProcessPoolExecutor:
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        pool.submit(_call, _save((os.getpid, ()))).result()
+        pool.submit(_call, _save((_leave_out_what_is_done_in_vain, ()))).result()
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]
@@ -172,6 +172,27 @@ def _interpreter_process() -> ProcessPoolExecutor:
             os.environ["TRITON_INTERPRET"] = before
     atexit.register(pool.shutdown)
     return pool
+
+
+def _leave_out_what_is_done_in_vain() -> None:
+    """Make the interpreter two times faster.
+
+    It patches Triton's language at every call of a device function, not only at its first, and
+    computes for every sum and product whether it overflows, which only `debug` asks for.
+    """
+    from triton.runtime import interpreter
+
+    patched = set()
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function.fn not in patched:
+            interpreter._patch_lang(function.fn)
+            patched.add(function.fn)
+        return function.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def _call(blob: bytes) -> bytes:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from plugins.importance.launch import next_power_of_two
 from tests.plugins.layers import NAN, Layer, relative_error
 from trtllm_specprefill.importance import reference_importance
 
@@ -27,14 +28,15 @@ def layers(draw: st.DrawFn, query_type: torch.dtype, key_type: torch.dtype) -> L
     """Any layer the kernels take, small; contents from a drawn seed."""
     kv_heads = draw(st.integers(1, 2))
     query_heads = kv_heads * draw(st.integers(1, 7 if kv_heads == 1 else 3))
-    n = draw(st.integers(1, 110))
-    b = draw(st.integers(1, 2))
-    # Each block of queries is a program of its own: keep the product of the axes small.
-    wide = b * kv_heads == 1 and n <= 64
-    w = draw(st.one_of(st.integers(1, 5), st.integers(6, 64 if wide else 9)))
     d = draw(st.sampled_from((64, 80, 96, 128, 256)))
     small = query_type == torch.float32 or d == 256
     pool = draw(st.sampled_from((1, 3, 5, 13, 17) if small else (1, 3, 5, 13, 17, 33)))
+    # The interpreter runs one program after the other: two tiles of keys and a rest, and at most
+    # three blocks of queries, meet all that the kernels do at a tile's edges.
+    n = draw(st.integers(1, 75 if small else 140))
+    b = draw(st.integers(1, 2))
+    block = 32 // next_power_of_two(query_heads // kv_heads)
+    w = draw(st.one_of(st.integers(1, 5), st.integers(6, min(3 * block, 64))))
     lengths = draw(st.lists(st.integers(0, n), min_size=b, max_size=b))
     heads = draw(
         st.none() | st.sets(st.integers(0, query_heads - 1), min_size=1).map(sorted).map(tuple)
