@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from perf import gpu_check
-from plugins.importance.launch import LSE, POOL, Problem
+from plugins.importance.launch import INPUTS, LSE, OUTPUTS, POOL, SCALARS, Problem
 from plugins.importance.torch_op import launch, problem_of
 from trtllm_specprefill.importance_op import head_table
 
@@ -156,6 +156,36 @@ def run_grids(
     finally:
         InterpreterBuilder.create_masked_store = store
     return out, counts
+
+
+def run_programs(
+    kernel: str,
+    programs: list[tuple[int, ...]],
+    grid: tuple[int, ...],
+    arguments: dict[str, Any],
+) -> None:
+    """Run some programs of a kernel's grid, and no others; an int32 that overflows is an error."""
+    from triton.runtime import interpreter
+
+    from plugins.importance import kernels
+
+    builder = interpreter.interpreter_builder
+    options, function = builder.options, getattr(kernels, kernel)
+    scope = interpreter._patch_lang(function.fn)
+    builder.options = replace(options, debug=True, sanitize_overflow=True)
+    run_time = (*INPUTS[kernel], *SCALARS, *OUTPUTS[kernel])
+    given = {
+        name: interpreter._implicit_cvt(value) if name in run_time else value
+        for name, value in arguments.items()
+    }
+    try:
+        builder.set_grid_dim(*grid)
+        for program in programs:
+            builder.set_grid_idx(*program)
+            function.rewrite()(**given)
+    finally:
+        builder.options = options
+        scope.restore()
 
 
 @functools.cache

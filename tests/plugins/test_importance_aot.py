@@ -165,9 +165,7 @@ def covering() -> list[dict[str, Any]]:
 
 def test_the_sweep_meets_every_pair_of_values() -> None:
     axes = FULL | PAIRWISE
-    wanted = {
-        (a, x, b, y) for a, b in combinations(axes, 2) for x in axes[a] for y in axes[b]
-    }
+    wanted = {(a, x, b, y) for a, b in combinations(axes, 2) for x in axes[a] for y in axes[b]}
     assert set().union(*map(pairs_of, covering())) == wanted
 
 
