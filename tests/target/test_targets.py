@@ -213,6 +213,12 @@ def test_a_prompt_beyond_the_kv_length_is_refused_in_words(engine_maker: Maker) 
         tokens_of(target, plan_of(57, 4000), max_tokens=8)
 
 
+def test_the_length_of_the_kv_cache_reaches_the_engine(engine_maker: Maker) -> None:
+    # vLLM V1 port: at its own choice the engine left no memory for the draft.
+    assert engine_maker(kv_cache_tokens=4096).engine.kv_cache_tokens == 4096
+    assert engine_maker().engine.kv_cache_tokens is None
+
+
 # --- what users of such systems reported
 
 

@@ -55,6 +55,9 @@ class TargetSettings(ModelSettings):
     url: str = Field(default="", description="of an endpoint")
     served_name: str = Field(default="", description="what an endpoint calls the model")
     as_text: bool = Field(default=False, description="send an endpoint text instead of ids")
+    kv_cache_tokens: int | None = Field(
+        default=None, ge=1, description="of an engine's KV cache; all there is room for when absent"
+    )
 
 
 class Limits(_Part):
