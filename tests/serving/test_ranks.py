@@ -202,5 +202,24 @@ def test_a_world_that_the_target_has_not_is_named(settings: Callable[..., ServeS
     assert budget_of(ServeSettings(), World(), H200) is None  # no engine, nothing to plan
 
 
+def test_positions_that_the_target_has_not_are_an_error_at_start(
+    settings: Callable[..., ServeSettings], tmp_path: Path
+) -> None:
+    """20: a combination that cannot work is no matter of every request anew."""
+    engine = settings("qwen2.5-72b", 8, "trtllm_llm", original_positions=False)
+    values = engine.model_dump(exclude_defaults=True) | {"settings": {"positions": "original"}}
+    with pytest.raises(InputError, match=r"settings\.positions.*'original'.*takes no position"):
+        ServeSettings.of(values).check_positions()
+    config = tmp_path / "serve.yaml"
+    target = {"backend": "endpoint", "url": "http://127.0.0.1:9/v1"}
+    config.write_text(json.dumps({"settings": {"positions": "original"}, "target": target}))
+    done = CliRunner().invoke(app, ["serve", "--config", str(config), "--dry-run"])
+    assert isinstance(done.exception, InputError)
+    assert "endpoint takes no position ids" in str(done.exception)
+    ServeSettings.of({**values, "settings": {"positions": "auto"}}).check_positions()
+    settings("qwen2.5-72b", 8, "trtllm_llm")
+    ServeSettings.of(values).check_positions()
+
+
 def test_a_drafts_device_says_which_gpu() -> None:
     assert [draft_gpu(d) for d in ("auto", "cuda", "cuda:3", "cpu")] == [0, 0, 3, None]

@@ -72,6 +72,7 @@ def serve(
         if value is not None:
             values.setdefault(part, {})[name] = value
     settings = with_free_ports(ServeSettings.of(values))
+    settings.check_positions()
     world = world_of(settings, world_size, nodes.split(",") if nodes else (), launcher)
     memory = gpu_memory_of(gpu)
     budget = None if memory is None else budget_of(settings, world, memory)

@@ -13,6 +13,7 @@ from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.prompt import read_text
 from trtllm_specprefill.settings import Sampling, Settings
 from trtllm_specprefill.target.load import TargetKind
+from trtllm_specprefill.target.manifest import Manifest
 
 
 class _Part(BaseModel):
@@ -116,6 +117,17 @@ class ServeSettings(_Part):
                 raise cause from None
             name = ".".join(str(part) for part in first["loc"])
             raise InputError(name or "settings", first["input"], first["msg"]) from None
+
+    def check_positions(self) -> None:
+        """Raise `InputError` when all requests ask for positions that the target has not."""
+        if self.settings.positions != "original":
+            return
+        kind, model = self.target.backend, self.target.model
+        if kind == "endpoint" or (
+            kind.startswith("trtllm") and not Manifest.read(model).original_positions
+        ):
+            allowed = f"auto or contiguous: target {model} on {kind} takes no position ids"
+            raise InputError("settings.positions", "original", allowed)
 
     @classmethod
     def read(cls, path: Path) -> ServeSettings:

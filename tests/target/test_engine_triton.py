@@ -1,0 +1,262 @@
+"""The real tritonserver with an engine of the recorded API in it, and with the stock models."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.strategies import WORDS
+from tests.target.conftest import CONTRACTS, manifest_of
+from tests.target.test_endpoint_triton import STOCK
+from tests.target.wire import plan_of, text_of
+from trtllm_specprefill import SpecPrefill
+from trtllm_specprefill.draft.torch import TorchDraft
+from trtllm_specprefill.errors import TargetFailed
+from trtllm_specprefill.models import Model, load_model
+from trtllm_specprefill.serving.client import stream
+from trtllm_specprefill.serving.launch import Launch, Server, launch_of, with_free_ports
+from trtllm_specprefill.serving.ranks import World
+from trtllm_specprefill.serving.repository import render
+from trtllm_specprefill.serving.settings import ServeSettings
+from trtllm_specprefill.settings import Sampling
+from trtllm_specprefill.target.load import load_target
+from trtllm_specprefill.target.torch import TorchTarget
+
+pytest.importorskip("tritonclient.grpc")
+pytest.importorskip("pytriton")
+pytestmark = pytest.mark.timeout(1500)
+
+HERE = Path(__file__).parent
+KNOBS = {"threshold": 64, "min_keep_tokens": 0, "keep": 0.3, "positions": "original"}
+OUTPUTS = {
+    "tensorrt_llm": (("output_ids", "INT32", "-1, -1"), ("sequence_length", "INT32", "-1")),
+    "ensemble": (("text_output", "STRING", "-1"),),
+}
+# Before the target's own code: TensorRT-LLM's API as recorded, a model under torch behind it.
+RECORDED = """
+import os
+import sys
+
+sys.path[:0] = [{contracts!r}, {root!r}]
+from tests.contracts import engine
+from trtllm_specprefill.models import load_model
+
+model = load_model({model!r}, "float32", "cpu")
+engine.setup = engine.Setup(model, leader="RANK_ABOVE_0" not in os.environ)
+"""
+
+
+def stock_config(name: str) -> str:
+    """What our requests need of a stock model's `config.pbtxt`: batched, optional, decoupled."""
+    several = ("input_ids", "stop_words")
+
+    def tensor(label: str, kind: str, dims: str, more: str = "") -> str:
+        kind = "STRING" if kind == "BYTES" else kind
+        return f'{{ name: "{label}" data_type: TYPE_{kind} dims: [ {dims} ] {more} }}'
+
+    inputs = [
+        tensor(label, kind, "-1" if label in several else "1", "optional: true")
+        for label, kind in STOCK[name].items()
+    ]
+    outputs = [tensor(*output) for output in OUTPUTS[name]]
+    return (
+        f'name: "{name}"\nbackend: "python"\nmax_batch_size: 4\n'
+        "model_transaction_policy { decoupled: true }\n"
+        f"input [ {', '.join(inputs)} ]\noutput [ {', '.join(outputs)} ]\n"
+        "instance_group [ { kind: KIND_CPU count: 1 } ]\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ServeSettings:
+    engine = tmp_path_factory.mktemp("engine")
+    manifest_of("trtllm_executor", model=str(folder), tensor_parallel=2).write(engine)
+    return with_free_ports(
+        ServeSettings.of(
+            {
+                "draft": {"model": str(folder), "dtype": "float32", "device": "cpu"},
+                "target": {"backend": "trtllm_executor", "model": str(engine)},
+                "ports": {"http": 0, "grpc": 0, "metrics": 0},
+                "limits": {"answers": 4, "presence": 0.25},
+                "infer_instances": 1,
+            }
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def launch(served: ServeSettings, folder: Path) -> Iterator[Launch]:
+    """Two ranks of it; the test starts each by itself, since there is no MPI here."""
+    work = Path(tempfile.mkdtemp(prefix="specprefill-"))  # short: it holds sockets
+    repository = render(served, work)
+    own = repository / "target" / "1" / "model.py"
+    root = str(HERE.parents[1])
+    before = RECORDED.format(
+        contracts=str(CONTRACTS / "recorded_1_2"), root=root, model=str(folder)
+    )
+    own.write_text(before + own.read_text())
+    for name in STOCK:
+        version = repository / name / "1"
+        version.mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text(stock_config(name))
+        code = (HERE / "stock_model.py").read_text()
+        (version / "model.py").write_text(code.replace('MODEL = ""', f"MODEL = {str(folder)!r}"))
+    yield launch_of(served, repository, (), print, World(2))
+    shutil.rmtree(work)
+
+
+@pytest.fixture(scope="module")
+def server(launch: Launch, served: ServeSettings) -> Iterator[Server]:
+    work = Path(launch.ranks[0].command[1].removeprefix("--model-repository=")).parent
+    stock = tuple(f"--load-model={name}" for name in STOCK)
+    first = Launch((*launch.ranks[0].command, *stock), launch.environment, launch.ranks[:1])
+    with Server(first, served.ports, work) as running:
+        running.wait_ready(print)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def grpc(server: Server) -> str:
+    return f"127.0.0.1:{server.ports.grpc}"
+
+
+@pytest.fixture(scope="module")
+def small(folder: Path) -> Model:
+    return load_model(str(folder), "float32", "cpu")
+
+
+def text_of_words(count: int) -> str:
+    return " ".join(np.random.default_rng().choice(WORDS, size=count)) + ". Where is the key?"
+
+
+def whole(url: str, text: str, **values: Any) -> tuple[str, dict[str, Any]]:
+    request = {"text_input": text, "specprefill": KNOBS, "max_tokens": 8, **values}
+    pieces, report = [], None
+    for piece, report in stream(url, request):  # noqa: B007
+        pieces.append(piece)
+    assert report is not None
+    return "".join(pieces), report
+
+
+def test_an_engine_behind_triton_answers_as_torch_does_at_original_positions(
+    grpc: str, small: Model
+) -> None:
+    judge = SpecPrefill(TorchDraft(small), TorchTarget(small))
+    text = text_of_words(300)
+    got, report = whole(grpc, text)
+    expected = judge.generate(text, max_tokens=8, **KNOBS)
+    assert got == expected.text
+    assert (report["reason"], report["positions"]) == ("pruned", "original")
+    assert report["kept_tokens"] == expected.plan.input_ids.size
+    dense, report = whole(grpc, text, specprefill="off")
+    assert dense == SpecPrefill(None, TorchTarget(small)).generate(text, max_tokens=8).text
+    assert report["reason"] == "disabled"
+
+
+def test_many_requests_to_an_engine_behind_triton_stops_and_cancels(grpc: str) -> None:
+    texts = [text_of_words(n) for n in (120, 200, 90, 160)]
+    alone = [whole(grpc, text)[0] for text in texts]
+    stop = alone[0].strip()[2:5]
+    cut, report = whole(grpc, texts[0], stop=[stop])
+    assert report["finish_reason"] == "stop"
+    assert cut == alone[0][: alone[0].index(stop)]
+
+    def one(number: int) -> str:
+        text = texts[number % 4]
+        if number % 4 == 3:
+            request = {"text_input": text, "specprefill": KNOBS, "max_tokens": 900}
+            answer = stream(grpc, request)
+            next(answer)
+            answer.close()
+            return alone[3]
+        return whole(grpc, text)[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(one, range(16))) == alone * 4
+
+
+def test_a_rank_above_0_loads_the_target_alone_and_leaves_rank_0_its_place(
+    launch: Launch, server: Server, grpc: str
+) -> None:
+    text = text_of_words(100)
+    before, _ = whole(grpc, text)
+    socket = server.log.parent / "control" / "target"
+    owner = socket.stat().st_ino
+    log = server.log.with_name("log-of-rank-1")
+    with log.open("wb") as out:
+        rank = subprocess.Popen(
+            launch.ranks[1].command,
+            env={**os.environ, **launch.environment, "RANK_ABOVE_0": "1"},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        end = time.monotonic() + 240
+        while "successfully loaded 'target'" not in log.read_text():
+            assert rank.poll() is None, log.read_text()[-2000:]
+            assert time.monotonic() < end
+            time.sleep(0.2)
+        time.sleep(1)  # where it would now open its ports
+        assert rank.poll() is None
+        said = log.read_text()
+        assert "Started" not in said  # ... HTTPService, GRPCInferenceService, Metrics Service
+        assert said.count("successfully loaded") == 1
+        assert socket.stat().st_ino == owner
+        assert whole(grpc, text)[0] == before
+    finally:
+        rank.terminate()
+        rank.wait()
+
+
+# --- endpoint
+
+
+def plan_for(small: Model) -> Any:
+    return plan_of(small.tokenizer, text_of_words(12))
+
+
+@pytest.mark.parametrize("name", list(STOCK))
+def test_an_endpoint_in_the_real_server_gives_the_answer_of_the_model_itself(
+    grpc: str, folder: Path, small: Model, name: str
+) -> None:
+    target = load_target("endpoint", str(folder), url=f"grpc://{grpc}/{name}", timeout_s=60)
+    plan = plan_for(small)
+    for sampling in (Sampling(max_tokens=9), Sampling(max_tokens=9, temperature=1.5, seed=4)):
+        got = list(target.stream(plan, sampling))
+        direct = list(TorchTarget(small).stream(plan, sampling))
+        assert text_of(got) == text_of(direct)
+        assert len(got) >= 9  # streamed, not gathered
+        assert got[-1].finish_reason == direct[-1].finish_reason
+    answer = target.stream(plan, Sampling(max_tokens=2000))
+    next(answer)
+    answer.close()
+    assert text_of(list(target.stream(plan, Sampling(max_tokens=3))))
+
+
+def test_an_error_inside_the_real_server_is_a_target_failure(
+    grpc: str, folder: Path, small: Model
+) -> None:
+    target = load_target("endpoint", str(folder), url=f"grpc://{grpc}/tensorrt_llm", timeout_s=60)
+    with pytest.raises(TargetFailed, match=f"{grpc}/tensorrt_llm"):
+        list(target.stream(plan_for(small), Sampling(max_tokens=100_000)))
+
+
+def test_a_server_without_the_model_is_a_target_failure_and_the_pipeline_says_so(
+    grpc: str, server: Server, folder: Path, small: Model
+) -> None:
+    server._call("v2/repository/models/ensemble/unload", b"{}")
+    target = load_target("endpoint", str(folder), url=f"grpc://{grpc}/ensemble", timeout_s=60)
+    with pytest.raises(TargetFailed, match="ensemble"):
+        list(target.stream(plan_for(small), Sampling(max_tokens=3)))
+    server._call("v2/repository/models/ensemble/load", b"{}")
+    assert text_of(list(target.stream(plan_for(small), Sampling(max_tokens=3))))
