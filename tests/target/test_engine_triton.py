@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +248,11 @@ def test_an_error_inside_the_real_server_is_a_target_failure(
     grpc: str, folder: Path, small: Model
 ) -> None:
     target = load_target("endpoint", str(folder), url=f"grpc://{grpc}/tensorrt_llm", timeout_s=60)
-    with pytest.raises(TargetFailed, match=f"{grpc}/tensorrt_llm"):
-        list(target.stream(plan_for(small), Sampling(max_tokens=100_000)))
+    plan = plan_for(small)
+    unknown = replace(plan, input_ids=plan.input_ids + small.config.vocab_size)
+    with pytest.raises(TargetFailed, match=f"{grpc}/tensorrt_llm.*index out of range"):
+        list(target.stream(unknown, Sampling(max_tokens=3)))
+    assert text_of(list(target.stream(plan, Sampling(max_tokens=3))))
 
 
 def test_a_server_without_the_model_is_a_target_failure_and_the_pipeline_says_so(
