@@ -1,6 +1,7 @@
-"""The stock models `tensorrt_llm` and `ensemble` inside tritonserver: a small model in their place.
+"""The stock model `tensorrt_llm` inside tritonserver, with a small model in the engine's place.
 
-A test writes it into a model repository, with MODEL set above it.
+It takes text too and gives it, so that the stock ensemble needs no steps before and after it. A
+test writes it into a model repository, with MODEL filled in.
 """
 
 import threading
@@ -19,7 +20,6 @@ MODEL = ""  # folder
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        self.text = args["model_name"] == "ensemble"
         self.target = TorchTarget(load_model(MODEL, "float32", "cpu"))
 
     def execute(self, requests: Any) -> None:
@@ -41,24 +41,23 @@ class TritonPythonModel:
 
     def outputs(self, values: dict[str, Any]) -> Any:
         """The outputs of one response after the other, by name."""
-        names = {True: ("max_tokens", "top_k"), False: ("request_output_len", "runtime_top_k")}
-        most, top_k = names[self.text]
         ids = values.get("input_ids")
-        if self.text:
+        if ids is None:
             ids = np.array([self.target.tokenizer.encode(values["text_input"][0, 0].decode())])
         n = ids.shape[1]
         at = np.arange(n, dtype=np.int32)
         plan = PrunePlan(ids[0].astype(np.int32), at, n, "original", n, Reason.DISABLED)
         sampling = Sampling(
-            max_tokens=int(values[most][0, 0]),
-            top_k=int(values.get(top_k, [[0]])[0][0]),
+            max_tokens=int(values["request_output_len"][0, 0]),
+            top_k=int(values.get("runtime_top_k", [[0]])[0][0]),
             temperature=float(values.get("temperature", [[0.0]])[0][0]),
             seed=int(values["seed"][0, 0]) if "seed" in values else None,
             stop=tuple(word.decode() for word in values.get("stop_words", [[]])[0]),
         )
         for step in self.target.stream(plan, sampling):
-            if self.text:
-                yield [("text_output", np.array([[step.text.encode()]], np.object_))]
-            else:
-                shown = np.array(step.token_ids, np.int32)[None, None]
-                yield [("output_ids", shown), ("sequence_length", np.int32([[shown.size]]))]
+            shown = np.array(step.token_ids, np.int32)[None, None]
+            yield [
+                ("output_ids", shown),
+                ("sequence_length", np.array([[shown.size]], np.int32)),
+                ("text_output", np.array([[step.text.encode()]], np.object_)),
+            ]

@@ -39,9 +39,16 @@ pytestmark = pytest.mark.timeout(1500)
 
 HERE = Path(__file__).parent
 KNOBS = {"threshold": 64, "min_keep_tokens": 0, "keep": 0.3, "positions": "original"}
-OUTPUTS = {
-    "tensorrt_llm": (("output_ids", "INT32", "-1, -1"), ("sequence_length", "INT32", "-1")),
-    "ensemble": (("text_output", "STRING", "-1"),),
+# Where the stock ensemble's inputs go; its own steps before and after are left out.
+STEP = {
+    "text_input": "text_input",
+    "max_tokens": "request_output_len",
+    "stream": "streaming",
+    "stop_words": "stop_words",
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "temperature": "temperature",
+    "seed": "seed",
 }
 # Before the target's own code: TensorRT-LLM's API as recorded, a model under torch behind it.
 RECORDED = """
@@ -57,25 +64,36 @@ engine.setup = engine.Setup(model, leader="RANK_ABOVE_0" not in os.environ)
 """
 
 
-def stock_config(name: str) -> str:
-    """What our requests need of a stock model's `config.pbtxt`: batched, optional, decoupled."""
-    several = ("input_ids", "stop_words")
+def stock_configs() -> dict[str, str]:
+    """What our requests need of the stock models' `config.pbtxt`: batched, optional, decoupled."""
 
     def tensor(label: str, kind: str, dims: str, more: str = "") -> str:
         kind = "STRING" if kind == "BYTES" else kind
         return f'{{ name: "{label}" data_type: TYPE_{kind} dims: [ {dims} ] {more} }}'
 
-    inputs = [
-        tensor(label, kind, "-1" if label in several else "1", "optional: true")
-        for label, kind in STOCK[name].items()
-    ]
-    outputs = [tensor(*output) for output in OUTPUTS[name]]
-    return (
-        f'name: "{name}"\nbackend: "python"\nmax_batch_size: 4\n'
-        "model_transaction_policy { decoupled: true }\n"
-        f"input [ {', '.join(inputs)} ]\noutput [ {', '.join(outputs)} ]\n"
-        "instance_group [ { kind: KIND_CPU count: 1 } ]\n"
-    )
+    def inputs(kinds: dict[str, str]) -> str:
+        several = ("input_ids", "stop_words")
+        made = [
+            tensor(label, kind, "-1" if label in several else "1", "optional: true")
+            for label, kind in kinds.items()
+        ]
+        return f"input [ {', '.join(made)} ]\n"
+
+    head = "max_batch_size: 4\nmodel_transaction_policy { decoupled: true }\n"
+    text = tensor("text_output", "STRING", "-1")
+    ids = f"{tensor('output_ids', 'INT32', '-1, -1')}, {tensor('sequence_length', 'INT32', '-1')}"
+    also = {"text_input": "BYTES", "stop_words": "BYTES"}
+    maps = [f'input_map {{ key: "{to}" value: "{label}" }}' for label, to in STEP.items()]
+    maps.append('output_map { key: "text_output" value: "text_output" }')
+    step = f'{{ model_name: "tensorrt_llm" model_version: -1 {" ".join(maps)} }}'
+    return {
+        "tensorrt_llm": 'name: "tensorrt_llm"\nbackend: "python"\n'
+        f"{head}{inputs(STOCK['tensorrt_llm'] | also)}output [ {ids}, {text} ]\n"
+        "instance_group [ { kind: KIND_CPU count: 1 } ]\n",
+        "ensemble": 'name: "ensemble"\nplatform: "ensemble"\n'
+        f"{head}{inputs(STOCK['ensemble'])}output [ {text} ]\n"
+        f"ensemble_scheduling {{ step [ {step} ] }}\n",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +124,11 @@ def launch(served: ServeSettings, folder: Path) -> Iterator[Launch]:
         contracts=str(CONTRACTS / "recorded_1_2"), root=root, model=str(folder)
     )
     own.write_text(before + own.read_text())
-    for name in STOCK:
-        version = repository / name / "1"
-        version.mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text(stock_config(name))
-        code = (HERE / "stock_model.py").read_text()
-        (version / "model.py").write_text(code.replace('MODEL = ""', f"MODEL = {str(folder)!r}"))
+    for name, config in stock_configs().items():
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text(config)
+    code = (HERE / "stock_model.py").read_text().replace('MODEL = ""', f"MODEL = {str(folder)!r}")
+    (repository / "tensorrt_llm" / "1" / "model.py").write_text(code)
     yield launch_of(served, repository, (), print, World(2))
     shutil.rmtree(work)
 
@@ -253,14 +270,3 @@ def test_an_error_inside_the_real_server_is_a_target_failure(
     with pytest.raises(TargetFailed, match=f"{grpc}/tensorrt_llm.*index out of range"):
         list(target.stream(unknown, Sampling(max_tokens=3)))
     assert text_of(list(target.stream(plan, Sampling(max_tokens=3))))
-
-
-def test_a_server_without_the_model_is_a_target_failure_and_the_pipeline_says_so(
-    grpc: str, server: Server, folder: Path, small: Model
-) -> None:
-    server._call("v2/repository/models/ensemble/unload", b"{}")
-    target = load_target("endpoint", str(folder), url=f"grpc://{grpc}/ensemble", timeout_s=60)
-    with pytest.raises(TargetFailed, match="ensemble"):
-        list(target.stream(plan_for(small), Sampling(max_tokens=3)))
-    server._call("v2/repository/models/ensemble/load", b"{}")
-    assert text_of(list(target.stream(plan_for(small), Sampling(max_tokens=3))))

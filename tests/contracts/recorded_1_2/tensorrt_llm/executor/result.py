@@ -50,6 +50,8 @@ class GenerationResult:
             if event.finish is not None:
                 self._done = True
                 output.finish_reason = _REASONS[event.finish]
+                if event.finish == "stop_words":  # what stopped it is not shown
+                    del output.token_ids[-len(event.tokens) :]
 
 
 _REASONS: dict[str, FinishReason] = {
