@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from typer.testing import CliRunner
 from tests.target.conftest import manifest_of
 from trtllm_specprefill.cli import app
 from trtllm_specprefill.errors import InputError
-from trtllm_specprefill.serving.ranks import World, budget_of, draft_gpu, world_of
+from trtllm_specprefill.serving.control import listen
+from trtllm_specprefill.serving.launch import Launch, Server, with_free_ports
+from trtllm_specprefill.serving.ranks import Rank, World, budget_of, draft_gpu, world_of
+from trtllm_specprefill.serving.repository import CONTROL, MODELS
 from trtllm_specprefill.serving.settings import ServeSettings
 
 HERE = Path(__file__).parent
@@ -219,6 +223,17 @@ def test_positions_that_the_target_has_not_are_an_error_at_start(
     ServeSettings.of({**values, "settings": {"positions": "auto"}}).check_positions()
     settings("qwen2.5-72b", 8, "trtllm_llm")
     ServeSettings.of(values).check_positions()
+
+
+def test_a_target_on_several_ranks_that_dies_ends_the_server(tmp_path: Path) -> None:
+    (tmp_path / CONTROL).mkdir()
+    listen(tmp_path / CONTROL, "draft", lambda message: {})  # alive; the target is not
+    running = ("sleep", "600")
+    ranks = (Rank(0, "", 0, MODELS, running), Rank(1, "", 1, ("target",), running))
+    free = with_free_ports(ServeSettings.of({"ports": {"http": 0, "grpc": 0, "metrics": 0}}))
+    with Server(Launch(running, {}, ranks), free.ports, tmp_path) as server:
+        server._watch.start()
+        assert server.wait() == -signal.SIGTERM
 
 
 def test_a_drafts_device_says_which_gpu() -> None:

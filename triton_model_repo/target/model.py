@@ -43,6 +43,9 @@ class TritonPythonModel:
             url=own.url,
             served_name=own.served_name,
             as_text=own.as_text,
+            context_tokens=own.context_tokens,
+            timeout_s=own.timeout_s,
+            block_reuse=own.block_reuse,
             kv_cache_tokens=own.kv_cache_tokens,
         )
         self.facts, self.process = asdict(target.position_support), str(uuid.uuid4())

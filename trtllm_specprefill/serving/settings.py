@@ -56,6 +56,15 @@ class TargetSettings(ModelSettings):
     url: str = Field(default="", description="of an endpoint")
     served_name: str = Field(default="", description="what an endpoint calls the model")
     as_text: bool = Field(default=False, description="send an endpoint text instead of ids")
+    context_tokens: int | None = Field(
+        default=None, ge=1, description="positions of an endpoint, where fewer than its model has"
+    )
+    timeout_s: float = Field(
+        default=600.0, gt=0, description="of an engine or an endpoint: longest wait for a token"
+    )
+    block_reuse: bool = Field(
+        default=False, description="of an engine: keep KV blocks, pruned prompts under their own"
+    )
     kv_cache_tokens: int | None = Field(
         default=None, ge=1, description="of an engine's KV cache; all there is room for when absent"
     )
