@@ -75,6 +75,13 @@ class EngineTarget(Target):
     def _chunks(self, plan: PrunePlan, sampling: Sampling) -> Generator[Chunk, None, None]:
         """The engine's tokens; closing it cancels the request. Raises `TargetFailed`."""
 
+    def _log_ttft(self, metrics: Any) -> None:
+        """Log a request's TTFT as the engine measured it; metrics: `RequestPerfMetrics` or None."""
+        if metrics is not None:
+            timing = metrics.timing_metrics
+            waited = timing.first_token_time - timing.arrival_time
+            _log.info("target %s: engine TTFT %.4f s", self.name, waited.total_seconds())
+
     def _needs_salt(self, plan: PrunePlan) -> bool:
         """Blocks are known by their tokens, not their positions: pruned ones must not be met."""
         return self._salted and plan.reason is Reason.PRUNED

@@ -6,7 +6,6 @@ The engine must be built by `engine_build` with the rotation inside the network:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
@@ -20,8 +19,6 @@ from trtllm_specprefill.target.steps import Chunk
 
 if TYPE_CHECKING:
     from tensorrt_llm.bindings import executor as trtllm
-
-_log = logging.getLogger(__name__)
 
 
 class ExecutorTarget(EngineTarget):
@@ -120,10 +117,7 @@ class ExecutorTarget(EngineTarget):
         from tensorrt_llm.bindings.executor import FinishReason
 
         why = result.finish_reasons[0]
-        if result.request_perf_metrics is not None:
-            timing = result.request_perf_metrics.timing_metrics
-            waited = timing.first_token_time - timing.arrival_time
-            _log.info("target %s: engine TTFT %.4f s", self.name, waited.total_seconds())
+        self._log_ttft(result.request_perf_metrics)
         if why in (FinishReason.END_ID, FinishReason.STOP_WORDS):
             return Chunk(tokens, "stop")
         if why == FinishReason.LENGTH:

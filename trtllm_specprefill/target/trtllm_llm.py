@@ -74,6 +74,7 @@ class LLMTarget(EngineTarget):
             top_p=None if greedy else sampling.top_p,
             temperature=None if greedy else sampling.temperature,
             seed=sampling.seed,
+            return_perf_metrics=True,
             detokenize=False,
             add_special_tokens=False,
         )
@@ -137,6 +138,8 @@ class LLMTarget(EngineTarget):
                 result.abort()
 
     def _chunk(self, output: CompletionOutput) -> Chunk:
+        if output.finish_reason is not None:
+            self._log_ttft(output.request_perf_metrics)
         if output.finish_reason in (None, "stop", "length"):
             return Chunk(output.token_ids_diff, output.finish_reason)
         raise TargetFailed(
