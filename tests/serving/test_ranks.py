@@ -8,6 +8,7 @@ import shlex
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from tests.target.conftest import manifest_of
 from trtllm_specprefill.cli import app
+from trtllm_specprefill.draft.manifest import DraftManifest
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.serving.control import listen
 from trtllm_specprefill.serving.launch import Launch, Server, with_free_ports
@@ -161,6 +163,22 @@ def test_a_draft_on_rank_0_takes_its_memory_from_every_ranks_cache(
     lost = (alone.kv_tokens - with_draft.kv_tokens) * 2 * 80 * 128
     assert lost == pytest.approx(draft, rel=1e-3)
     assert alone.kv_tokens % 64 == 0
+
+
+def test_a_draft_that_is_built_ahead_takes_what_it_was_built_to(
+    settings: Callable[..., ServeSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draft_bytes(backend: str) -> float:
+        served = settings("llama-3.1-70b", 8)
+        draft = served.draft.model_copy(update={"backend": backend, "path": "draft-engine"})
+        budget = budget_of(served.model_copy(update={"draft": draft}), World(8), H200)
+        assert budget is not None
+        return budget.gpus[0].draft
+
+    built = SimpleNamespace(precision="fp8")
+    monkeypatch.setattr(DraftManifest, "read", lambda folder: built)
+    assert draft_bytes("tensorrt") == draft_bytes("torch") / 2 > 0
+    assert draft_bytes("onnx") == 0  # on the CPU
 
 
 def test_a_head_that_several_gpus_hold_takes_memory_on_each(

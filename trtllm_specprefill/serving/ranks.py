@@ -20,6 +20,7 @@ from typing import Literal, get_args
 import torch
 
 from trtllm_specprefill.capacity import GPUS, Memory, Precision, Served, memory_of
+from trtllm_specprefill.draft.manifest import DraftManifest
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.models import load_config
 from trtllm_specprefill.serving.repository import MODELS
@@ -206,10 +207,9 @@ def budget_of(settings: ServeSettings, world: World, gpu_memory: float) -> Budge
         return None
     target = Served.of(load_config(manifest.model), manifest.precision, world.size)
     config = load_config(settings.draft.model)
-    precision: Precision = "fp32" if settings.draft.dtype == "float32" else "bf16"
-    draft = Served(config, precision, 1)
+    draft = Served(config, _draft_precision(settings), 1)
     longest = min(manifest.positions, int(config.max_position_embeddings))
-    place = draft_gpu(settings.draft.device)
+    place = None if settings.draft.backend == "onnx" else draft_gpu(settings.draft.device)
     gpus = tuple(
         memory_of(gpu_memory, target, draft if number == place else None, longest)
         for number in range(world.per_node)
@@ -231,6 +231,12 @@ def budget_of(settings: ServeSettings, world: World, gpu_memory: float) -> Budge
             f" {budget.kv_tokens} that fit: {'; '.join(budget.lines())}",
         )
     return budget
+
+
+def _draft_precision(settings: ServeSettings) -> Precision:
+    if settings.draft.backend == "tensorrt":
+        return DraftManifest.read(settings.draft.path).precision
+    return "fp32" if settings.draft.dtype == "float32" else "bf16"
 
 
 def draft_gpu(device: str) -> int | None:
