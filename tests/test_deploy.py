@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from trtllm_specprefill.serving.settings import ServeSettings
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -30,9 +33,10 @@ def compose() -> dict[str, Any]:
 
 def test_the_image_copies_what_is_there_and_all_that_engines_are_built_with() -> None:
     copied = [w for line in re.findall(r"^COPY (.*)$", dockerfile(), re.M) for w in line.split()]
-    sources = {word for word in copied if word != "./"}
+    sources = {word for word in copied if word != "./" and not word.startswith("/")}
     assert all((ROOT / source).exists() for source in sources)
-    assert {"trtllm_specprefill", "engine_build", "pyproject.toml", "README.md"} <= sources
+    assert {"trtllm_specprefill", "engine_build", "triton_model_repo"} <= sources
+    assert {"pyproject.toml", "README.md"} <= sources
     readme = re.search(r'readme = "(.*)"', (ROOT / "pyproject.toml").read_text())
     assert readme is not None
     assert readme[1] in sources  # the build needs it
@@ -67,9 +71,32 @@ def test_probes_ask_the_server_and_give_an_engine_time_to_load() -> None:
     assert deployment["template"]["metadata"]["labels"] == deployment["selector"]["matchLabels"]
 
 
-def test_every_way_reads_models_from_the_same_places() -> None:
-    (container,) = manifests()["Deployment"]["spec"]["template"]["spec"]["containers"]
+def test_every_way_reads_models_and_settings_from_the_same_places() -> None:
+    pod = manifests()["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
     mounted = {m["mountPath"] for m in container["volumeMounts"]}
-    assert {"/repository", "/engines", "/dev/shm"} == mounted
-    assert {v.split(":")[-2] for v in compose()["volumes"]} == {"/repository", "/engines"}
-    assert "--model-repository=/repository" in dockerfile()
+    assert {"/etc/specprefill", "/engines", "/dev/shm"} == mounted
+    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+    places = {v.split(":")[-2] for v in compose()["volumes"]}
+    assert places == {"/etc/specprefill/serve.yaml", "/engines"}
+    assert "COPY deploy/serve.yaml /etc/specprefill/serve.yaml" in dockerfile()
+
+
+def test_the_image_serves_an_engine_to_others_with_settings_that_hold() -> None:
+    command = re.search(r"^CMD (.*)$", dockerfile(), re.M)
+    assert command is not None
+    words = json.loads(command[1])
+    assert words == ["specprefill", "serve", "--config", "/etc/specprefill/serve.yaml"]
+    settings = ServeSettings.read(DEPLOY / "serve.yaml")
+    assert settings.ports.host == "0.0.0.0"
+    assert list(settings.ports.model_dump(exclude={"host"}).values()) == PORTS
+    assert settings.target.backend == "trtllm_executor"
+    assert {Path(m).parent for m in (settings.draft.model, settings.target.model)} == {
+        Path("/engines")
+    }
+    config = manifests()["ConfigMap"]
+    assert config["data"]["serve.yaml"] == (DEPLOY / "serve.yaml").read_text(encoding="utf-8")
+    volumes = manifests()["Deployment"]["spec"]["template"]["spec"]["volumes"]
+    assert {"name": "settings", "configMap": config["metadata"]["name"]} in [
+        {**v, "configMap": v["configMap"]["name"]} for v in volumes if "configMap" in v
+    ]

@@ -15,9 +15,9 @@ from typing import Any, Literal
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.operations import parameters, prefill_operations
 
-Precision = Literal["fp8", "bf16"]
+Precision = Literal["fp8", "bf16", "fp32"]
 
-_BYTES: dict[str, float] = {"fp8": 1.0, "bf16": 2.0}
+_BYTES: dict[str, float] = {"fp8": 1.0, "bf16": 2.0, "fp32": 4.0}
 PREFILL_EFFICIENCY = 0.5  # of the peak without sparsity
 DECODE_EFFICIENCY = 0.6  # of the bandwidth
 STEP_S = 0.5e-3  # launches and all-reduces of one decoding step
@@ -78,7 +78,7 @@ class Served:
 
     def prefill_s(self, gpu: Gpu, tokens: int) -> float:
         """Seconds to read `tokens` tokens."""
-        peak = gpu.fp8 if self.precision == "fp8" else gpu.bf16
+        peak = gpu.fp8 if self.precision == "fp8" else gpu.bf16  # fp32 is not planned with
         assert peak is not None
         operations = prefill_operations(self.config, tokens)
         return operations / (peak * PREFILL_EFFICIENCY * self.gpus)
@@ -201,3 +201,47 @@ def _batch(
 def _decode_s(target: Served, gpu: Gpu, workload: Workload, kv_tokens: int, batch: int) -> float:
     """Seconds of decoding that one request costs when `batch` of them share every step."""
     return workload.output * target.step_s(gpu, batch * kv_tokens) / batch
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one of the target's GPUs holds, in bytes; what is left is for the target's KV cache.
+
+    usable: `MEMORY_SHARE` of the GPU. target: its part of the weights. draft, draft_kv: the
+    draft's weights, and its KV of the longest prompt; 0 where it is elsewhere. kv_per_token: the
+    GPU's part of the KV of one token.
+    """
+
+    usable: float
+    target: float
+    draft: float
+    draft_kv: float
+    kv_per_token: float
+
+    @property
+    def kv(self) -> float:
+        """Bytes of the target's KV cache; negative when what comes before it does not fit."""
+        return self.usable - self.target - self.draft - self.draft_kv
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of the KV cache, in whole blocks of 64."""
+        return max(int(self.kv / self.kv_per_token) // 64 * 64, 0)
+
+
+def memory_of(
+    gpu_memory: float, target: Served, guest: Served | None = None, guest_tokens: int = 0
+) -> Memory:
+    """Memory of one of the GPUs that share `target` evenly.
+
+    guest: the draft, where this GPU has it too, reading prompts of up to `guest_tokens` tokens.
+    A GPU has one KV head at least: with fewer heads than GPUs each is held by several.
+    """
+    heads = int(getattr(target.config, "num_key_value_heads", None) or target.gpus)
+    return Memory(
+        usable=gpu_memory * MEMORY_SHARE,
+        target=target.weights / target.gpus,
+        draft=guest.weights if guest else 0.0,
+        draft_kv=guest.kv_per_token * guest_tokens if guest else 0.0,
+        kv_per_token=target.kv_per_token / min(target.gpus, heads),
+    )

@@ -138,7 +138,7 @@ def _logits(
 ):
     """Logits times log2(e) of the tile's queries against the keys at `position`, `[rows, keys]`."""
     d = tl.arange(0, PAD_DIM)
-    base = k_ptr + (b.to(tl.int64) * KV_HEADS + kv) * n * DIM
+    base = k_ptr + (b * KV_HEADS + kv) * n * DIM
     valid = (position >= 0) & (position < length)
     mask = valid[:, None] & (d < DIM)[None, :]
     if FP8:
@@ -190,7 +190,7 @@ def lse_kernel(
     chunk = tl.program_id(0) % chunks
     split = tl.program_id(0) // chunks
     row = tl.program_id(1)
-    b = tl.program_id(2)
+    b = tl.program_id(2).to(tl.int64)  # what it multiplies passes 2**31 first
     length = tl.load(lengths_ptr + b)
     kv = tl.load(heads_ptr + row * (1 + GROUP))
     factor = tl.load(key_scale_ptr + kv) * SCALE
@@ -254,7 +254,7 @@ def pool_kernel(
     chunks = tl.cdiv(w, QUERY_BLOCK)
     chunk = tl.program_id(0) % chunks
     first = tl.program_id(0) // chunks * OUT_BLOCK
-    b = tl.program_id(1)
+    b = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths_ptr + b)
 
     column = tl.arange(0, KEY_BLOCK)
@@ -300,7 +300,7 @@ def pool_kernel(
     best = tl.max(bits, 1).to(tl.float32, bitcast=True) / POOL
     j = chunk * QUERY_BLOCK + tl.arange(0, QUERY_BLOCK)
     place = first + column
-    offsets = b.to(tl.int64) * w * n + j[:, None] * n + place[None, :]
+    offsets = b * w * n + j[:, None] * n + place[None, :]
     valid = place < length
     inside = (j < w)[:, None] & ((column < OUT_BLOCK) & (place < n))[None, :]
     running = tl.load(running_ptr + offsets, mask=inside & valid[None, :], other=0.0)

@@ -65,10 +65,10 @@ class Setup:
 setup: Setup | None = None
 
 
-def started(block_reuse: bool) -> Engine:
+def started(block_reuse: bool, kv_cache_tokens: int | None) -> Engine:
     """An engine as the test has set it up."""
     assert setup is not None
-    engine = Engine(setup, block_reuse)
+    engine = Engine(setup, block_reuse, kv_cache_tokens)
     setup.engines.append(engine)
     return engine
 
@@ -95,7 +95,8 @@ class _Run:
 class Engine:
     """Requests in flight on one thread."""
 
-    def __init__(self, made: Setup, block_reuse: bool) -> None:
+    def __init__(self, made: Setup, block_reuse: bool, kv_cache_tokens: int | None) -> None:
+        self.kv_cache_tokens = kv_cache_tokens
         self.leader, self.steps = made.leader, 0
         self.jobs: list[Job] = []
         self.cancelled: list[int] = []

@@ -1,12 +1,18 @@
 """The kernels in the interpreter against float64, over all their axes and at their edges."""
 
+import math
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.plugins.layers import NAN, Layer, relative_error
+from plugins.importance.launch import LSE, POOL, Problem, next_power_of_two
+from tests.plugins.layers import NAN, Layer, interpreted, relative_error, run_programs
 from trtllm_specprefill.importance import reference_importance
+from trtllm_specprefill.importance_op import MAX_TOKENS
 
 FP8 = torch.float8_e4m3fn
 TYPES = {
@@ -27,14 +33,15 @@ def layers(draw: st.DrawFn, query_type: torch.dtype, key_type: torch.dtype) -> L
     """Any layer the kernels take, small; contents from a drawn seed."""
     kv_heads = draw(st.integers(1, 2))
     query_heads = kv_heads * draw(st.integers(1, 7 if kv_heads == 1 else 3))
-    n = draw(st.integers(1, 110))
-    b = draw(st.integers(1, 2))
-    # Each block of queries is a program of its own: keep the product of the axes small.
-    wide = b * kv_heads == 1 and n <= 64
-    w = draw(st.one_of(st.integers(1, 5), st.integers(6, 64 if wide else 9)))
     d = draw(st.sampled_from((64, 80, 96, 128, 256)))
     small = query_type == torch.float32 or d == 256
     pool = draw(st.sampled_from((1, 3, 5, 13, 17) if small else (1, 3, 5, 13, 17, 33)))
+    # The interpreter runs one program after the other: two tiles of keys and a rest, and at most
+    # three blocks of queries, meet all that the kernels do at a tile's edges.
+    n = draw(st.integers(1, 75 if small else 140))
+    b = draw(st.integers(1, 2))
+    block = 32 // next_power_of_two(query_heads // kv_heads)
+    w = draw(st.one_of(st.integers(1, 5), st.integers(6, min(3 * block, 64))))
     lengths = draw(st.lists(st.integers(0, n), min_size=b, max_size=b))
     heads = draw(
         st.none() | st.sets(st.integers(0, query_heads - 1), min_size=1).map(sorted).map(tuple)
@@ -226,3 +233,68 @@ def test_every_e4m3_byte_is_read_as_torch_reads_it() -> None:
     for bad in every[every.float().isnan()]:
         as_bytes.keys[0, 0, 3, 0] = bad
         assert as_bytes.kernels()[0, 0].isnan().all()
+
+
+def sparse(folder: Path, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Zeros that take neither memory nor disk until they are written."""
+    size = math.prod(shape)
+    return torch.from_file(str(folder / name), shared=True, size=size, dtype=dtype).view(shape)
+
+
+def last_of_the_largest(
+    folder: Path, keys: torch.Tensor, queries: torch.Tensor, b: int
+) -> tuple[float, torch.Tensor]:
+    """The kernels on the last keys of the last of `b` sequences of 1,048,576 tokens.
+
+    keys: e4m3 `[n, D]`, the sequence's last; all others are zeros. queries: its own `[W, D]`.
+    Returns the last query's log2 of the sum of 2**x over the last tile of keys, and the output
+    at the last `n` positions, where each query's log-sum-exp over all keys is said to be 2.
+    """
+    (n, d), w, many = keys.shape, queries.shape[0], MAX_TOKENS
+    splits = many // 64  # a tile of keys each
+    all_keys = sparse(folder, "keys", torch.uint8, b, 1, many, d)
+    all_keys[-1, 0, -n:] = keys.view(torch.uint8)
+    all_queries = torch.zeros(b, 1, w, d, dtype=queries.dtype)
+    all_queries[-1, 0] = queries
+    problem = Problem(1, 1, 1, 1, d, "bf16", "u8", d**-0.5, 5, False, w, splits)
+    assert problem.key_block == 64
+    given = {
+        "q_ptr": all_queries,
+        "k_ptr": all_keys,
+        "lengths_ptr": torch.full((b,), many, dtype=torch.int32),
+        "heads_ptr": torch.tensor([[0, 0]], dtype=torch.int32),
+        "key_scale_ptr": torch.ones(1),
+        "n": many,
+        "w": w,
+    }
+    parts = sparse(folder, "parts", torch.float32, *problem.parts_shape(b, w))
+    grid = problem.grid(LSE, b, w, many)
+    last = (grid[0] - 1, 0, b - 1)
+    run_programs(LSE, [last], grid, {**given, "parts_ptr": parts, **problem.constants(LSE)})
+    lse = float(parts[-1, 0, 0, -1, -1])
+
+    problem = replace(problem, splits=1)
+    grid = problem.grid(POOL, b, w, many)
+    parts = torch.full(problem.parts_shape(b, w), 2.0)
+    running = sparse(folder, "running", torch.float32, b, w, many)
+    out = sparse(folder, "out", torch.float32, b, w, many)
+    chunks = -(-w // problem.query_block)
+    tiles = [(x, b - 1, 0) for x in range(grid[0] - 3 * chunks, grid[0])]
+    ends = {"parts_ptr": parts, "running_ptr": running, "out_ptr": out}
+    run_programs(POOL, tiles, grid, {**given, **ends, **problem.constants(POOL)})
+    return lse, out[-1, :, -n:].clone()
+
+
+def test_offsets_beyond_31_bits_are_right(tmp_path: Path) -> None:
+    """B H N D and B W N of more than 2**31 elements, at the longest N: the last places of all."""
+    torch.manual_seed(13)
+    b, w, d, n = 33, 64, 64, 100
+    assert b * MAX_TOKENS * min(w, d) > 2**31
+    keys = normal(n, d).to(FP8)
+    queries = normal(w, d).to(torch.bfloat16)
+    lse, out = interpreted(last_of_the_largest, tmp_path, keys, queries, b)
+    x = queries.double() @ keys.double().t() * d**-0.5 * math.log2(math.e)
+    assert lse == pytest.approx(float(torch.logsumexp(x[-1, -64:] * math.log(2), 0)) / math.log(2))
+    weights = torch.nn.functional.pad((x - 2).exp2(), (0, 2))
+    pooled = sum(weights[:, 10 + i : n + i] for i in range(-2, 3)) / 5
+    assert relative_error(out[:, 10:], pooled) <= 1e-2

@@ -4,16 +4,20 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from plugins.importance import importance_layer, torch_op
 from plugins.importance.launch import default_splits
 from plugins.importance.torch_op import kernel_layer
-from tests.plugins.layers import NAN, ROOT, Layer, interpreted, relative_error
+from tests.plugins.layers import NAN, ROOT, SPLITS, Layer, interpreted, relative_error
+from tests.test_judges import Spelling, random_model
 from trtllm_specprefill import importance_op
+from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.importance import RunningImportance, reference_importance
+from trtllm_specprefill.settings import Settings
 
 FP8 = torch.float8_e4m3fn
 
@@ -94,6 +98,44 @@ def test_cuda_form_by_the_kernels_agrees_with_the_plain_form() -> None:
     got = interpreted(kernel_layer, *layer.inputs(), layer.scale, layer.pool, layer.causal)
     assert not torch.equal(got, layer.plain())  # other sums, so not the plain form itself
     assert relative_error(got, layer.plain().double()) <= 1e-2
+
+
+def draft_by_both_forms(
+    ids: np.ndarray, settings: Settings, seed: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """A small draft's scores by the plain form and by the kernels, and how often those ran."""
+    torch.manual_seed(seed)
+    draft = TorchDraft(random_model("llama", Spelling(), num_hidden_layers=2, head_dim=64))
+    ran = []
+
+    def counted(queries: torch.Tensor, *rest: Any) -> torch.Tensor:
+        torch_op.problem_of(queries, rest[0], rest[2], *rest[5:])  # raises what it falls back on
+        ran.append(queries.shape)
+        return kernel_layer(queries, *rest)
+
+    torch_op.default_splits = lambda rows: SPLITS
+    scores = []
+    for form in (importance_op.plain_layer, counted):
+        torch.library.register_kernel("specprefill::importance_layer", "cpu", form)
+        scores.append(draft.score(ids, settings).scores)
+    return scores[0], scores[1], len(ran)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "calls"),
+    [
+        ({"scoring": "window", "window": 8, "draft_window": 0, "draft_layers": 2}, 2),
+        ({"scoring": "window", "window": 8, "draft_window": 64, "draft_layers": 2}, 4),
+        ({"scoring": "lookahead", "look_ahead": 2}, 6),
+    ],
+)
+def test_a_whole_pass_of_the_draft_goes_through_the_kernels(knobs: dict, calls: int) -> None:
+    ids = np.random.default_rng().integers(2, 200, 130).astype(np.int32)
+    settings = Settings.of(**{"draft_overlap": 16, "draft_tail": 16, **knobs})
+    plain, by_kernels, ran = interpreted(draft_by_both_forms, ids, settings, 12)
+    assert ran == calls
+    assert not np.array_equal(plain, by_kernels)  # other sums, so not the plain form itself
+    assert np.allclose(plain, by_kernels, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(

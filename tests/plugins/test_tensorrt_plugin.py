@@ -40,7 +40,7 @@ def fresh_layers(problem: tuple, count: int) -> list[Layer]:
     for _ in range(count):
         b = int(torch.randint(1, 3, ()))
         w = int(torch.randint(1, MOST_QUERIES + 1, ()))
-        n = int(torch.randint(1, 120, ()))
+        n = int(torch.randint(1, 75 if d == 256 else 140, ()))  # two tiles of keys and a rest
         layers.append(
             Layer(
                 torch.randn(b, query_heads, w, d).to(TYPES[query_type]),
@@ -119,11 +119,25 @@ def grids_checked() -> list[list]:
     return []
 
 
+def impossible() -> list[dict]:
+    """Requests that TensorRT or the plugin must refuse."""
+    mixed, odd, dynamic = (request_of(PROBLEMS[0], []) for _ in range(3))
+    mixed["key_type"] = "HALF"
+    odd["attributes"]["pool"] = 12
+    dynamic["sizes"]["Hkv"] = "B"
+    return [mixed, odd, dynamic]
+
+
 @pytest.fixture(scope="session")
-def built(bindings: Path, cases: list) -> list[tuple[tuple, list[Layer], dict]]:
+def answers(bindings: Path, cases: list) -> list[dict]:
+    """What TensorRT would launch for the cases and, last, for the impossible requests."""
+    return drive(bindings, [*(request_of(*case) for case in cases), *impossible()])
+
+
+@pytest.fixture(scope="session")
+def built(answers: list[dict], cases: list) -> list[tuple[tuple, list[Layer], dict]]:
     """The cases, and what TensorRT would launch for them."""
-    answers = drive(bindings, [request_of(*case) for case in cases])
-    return [(*case, found) for case, found in zip(cases, answers, strict=True)]
+    return [(*case, found) for case, found in zip(cases, answers, strict=False)]
 
 
 def test_arguments_are_what_the_compiled_kernels_take(built: list) -> None:
@@ -153,21 +167,16 @@ def test_types_and_shapes_of_the_outputs(built: list) -> None:
             assert pool["launches"][i]["output_shape"] == [b, w, n]
             for kernel in (lse, pool):
                 assert kernel["launches"][i]["scalars"] == [n, w]
-                assert kernel["launches"][i]["block"] == [128, 1, 1]
+                warps = 8 if kernel is pool and problem[4] > 64 else 4
+                assert kernel["launches"][i]["block"] == [32 * warps, 1, 1]
                 assert 0 < kernel["launches"][i]["shared_memory"] <= 49_152
         expected = [["HALF", "HALF"], ["BF16", "BF16"], ["HALF", "FP8"], ["BF16", "FP8"]]
         assert [c[:2] for c in pool["combinations"]] == expected
         assert {x["output_type"] for x in (lse, pool)} == {"FLOAT"}
 
 
-def test_tensorrt_refuses_mixed_16_bit_types_and_dynamic_heads(bindings: Path) -> None:
-    mixed = request_of(PROBLEMS[0], [])
-    mixed["key_type"] = "HALF"
-    odd = request_of(PROBLEMS[0], [])
-    odd["attributes"]["pool"] = 12
-    dynamic = request_of(PROBLEMS[0], [])
-    dynamic["sizes"]["Hkv"] = "B"
-    errors = [found["error"] for found in drive(bindings, [mixed, odd, dynamic])]
+def test_tensorrt_refuses_mixed_16_bit_types_and_dynamic_heads(answers: list[dict]) -> None:
+    errors = [found["error"] for found in answers[-3:]]
     assert "no implementation" in errors[0]
     assert "pool" in errors[1]
     assert "Hkv is dynamic" in errors[2]

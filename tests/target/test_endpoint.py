@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.strategies import WORDS
 from tests.target.wire import Behind, plan_of, target_of, text_of
+from trtllm_specprefill import SpecPrefill
+from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import InputError, TargetFailed
 from trtllm_specprefill.models import Model
 from trtllm_specprefill.plan import PrunePlan, Reason
@@ -160,6 +163,32 @@ def test_a_slow_server_and_one_that_is_gone_are_target_failures(
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
         with pytest.raises(TargetFailed, match="refused"):
             list(target_of(nobody, model).stream(plan_of(model.tokenizer), Sampling()))
+
+
+def test_a_pruned_prompt_that_the_server_fails_on_is_answered_in_full_unless_strict(
+    openai: tuple[str, Behind], model: Model
+) -> None:
+    url, behind = openai
+    text = " ".join(np.random.default_rng().choice(WORDS, size=300)) + ". Where is the key?"
+    whole = len(model.tokenizer.encode(text))
+    knobs: dict[str, Any] = {"threshold": 64, "min_keep_tokens": 0, "keep": 0.3, "max_tokens": 6}
+
+    def instead(handler: Handler) -> bool:
+        if len(behind.asked[-1]["prompt"]) < whole:
+            handler.send_response(500)
+            handler.end_headers()
+            handler.wfile.write(b"no room for the answer")
+            return True
+        return False
+
+    behind.instead = instead
+    pipeline = SpecPrefill(TorchDraft(model), target_of(url, model))
+    answer = pipeline.generate(text, **knobs)
+    assert answer.plan.reason is Reason.UNSUPPORTED_TARGET
+    assert "500: no room for the answer" in answer.plan.detail
+    assert answer.text == SpecPrefill(None, TorchTarget(model)).generate(text, max_tokens=6).text
+    with pytest.raises(TargetFailed, match="no room for the answer"):
+        pipeline.generate(text, strict=True, **knobs)
 
 
 # --- both

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
+from engine_build.target import rotate_by_position_ids
 from trtllm_specprefill.plan import PrunePlan, Reason
 from trtllm_specprefill.target.positions import (
     Recorded,
@@ -48,6 +52,30 @@ def test_mrope_positions_mean_what_the_runtime_reads(plan: PrunePlan) -> None:
         assert following.ravel().tolist() == [plan.next_position + generated] * 3
     assert ids.flags.c_contiguous
     assert ids.flags.writeable
+
+
+@settings(max_examples=50)
+@given(plans(), st.sampled_from([16, 64, 80, 128]))
+def test_rows_of_mrope_tables_are_those_of_plain_rotation(plan: PrunePlan, dim: int) -> None:
+    """cos and sin of the three axes, cut by the sections that `engine_build` writes into a
+    checkpoint and put together, are transformers' own rows at the plan's positions."""
+    config = Qwen2Config(hidden_size=4 * dim, num_attention_heads=4, head_dim=dim)
+    rotation = Qwen2RotaryEmbedding(config)
+    stated = {"model_type": "qwen2", "num_attention_heads": 4, "hidden_size": 4 * dim}
+    sections = rotate_by_position_ids(stated)["rope_scaling"]["mrope_section"]
+    m = plan.input_ids.size
+    following = m + mrope_position_deltas(plan) + np.arange(4)  # as tokens are generated
+    ids = np.concatenate(
+        [mrope_position_ids(plan), np.broadcast_to(following, (3, 1, 4)).astype(np.int32)], axis=2
+    )
+    angles = torch.from_numpy(ids[:, 0])[..., None].float() * rotation.inv_freq  # [3, M + 4, D/2]
+    pieces = angles.split(sections, dim=-1)
+    angles = torch.cat([piece[axis] for axis, piece in enumerate(pieces)], dim=-1)
+    places = np.append(plan.position_ids, plan.next_position + np.arange(4))
+    cos, sin = rotation(torch.zeros(1), torch.from_numpy(places)[None])
+    assert angles.shape == (m + 4, dim // 2)
+    assert torch.equal(angles.cos(), cos[0, :, : dim // 2])
+    assert torch.equal(angles.sin(), sin[0, :, : dim // 2])
 
 
 def test_probes_are_always_the_same_and_differ_in_positions_alone() -> None:

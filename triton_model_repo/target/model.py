@@ -43,11 +43,16 @@ class TritonPythonModel:
             url=own.url,
             served_name=own.served_name,
             as_text=own.as_text,
+            context_tokens=own.context_tokens,
+            timeout_s=own.timeout_s,
+            block_reuse=own.block_reuse,
+            kv_cache_tokens=own.kv_cache_tokens,
         )
         self.facts, self.process = asdict(target.position_support), str(uuid.uuid4())
         self.worker = AnsweringWorker(target, settings.limits.answers)
         self.metrics = TargetMetrics(pb)
-        listen(Path(parameters["control"]["string_value"]), "target", self._told)
+        if target.takes_requests:  # else the socket is that of rank 0
+            listen(Path(parameters["control"]["string_value"]), "target", self._told)
 
     def execute(self, requests):
         """Hand plans to the thread, signs of life past it."""

@@ -35,12 +35,27 @@ def serve(
     triton_option: Annotated[
         list[str] | None, typer.Option(help="Handed to tritonserver as it is; may be repeated.")
     ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(help="Ranks of the target's engine; as it was built when absent.")
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(metavar="HOST,...", help="Where the ranks run, as many on each; here if not."),
+    ] = None,
+    launcher: Annotated[
+        str, typer.Option(help="What starts the ranks: mpirun or srun.")
+    ] = "mpirun",
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Whose memory to plan with: a100-80gb, h100, h200, l40s; this one's."),
+    ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write the repository and print the command.")
+        bool, typer.Option("--dry-run", help="Write the repository and print what runs where.")
     ] = False,
 ) -> None:
     """Serve draft and target behind Triton Inference Server."""
     from trtllm_specprefill.serving.launch import Server, launch_of, with_free_ports
+    from trtllm_specprefill.serving.ranks import budget_of, gpu_memory_of, world_of
     from trtllm_specprefill.serving.repository import render
     from trtllm_specprefill.serving.settings import ServeSettings
 
@@ -57,12 +72,23 @@ def serve(
         if value is not None:
             values.setdefault(part, {})[name] = value
     settings = with_free_ports(ServeSettings.of(values))
+    settings.check_positions()
+    world = world_of(settings, world_size, nodes.split(",") if nodes else (), launcher)
+    memory = gpu_memory_of(gpu)
+    budget = None if memory is None else budget_of(settings, world, memory)
+    if budget is not None:
+        target_settings = settings.target.model_copy(
+            update={"kv_cache_tokens": settings.target.kv_cache_tokens or budget.kv_tokens}
+        )
+        settings = settings.model_copy(update={"target": target_settings})
     kept = repository is not None or dry_run
     folder = Path(repository) if repository else Path(tempfile.mkdtemp(prefix="specprefill-"))
     try:
-        launch = launch_of(settings, render(settings, folder), triton_option or (), _say)
+        launch = launch_of(settings, render(settings, folder), triton_option or (), _say, world)
         if dry_run:
-            print(launch.line())
+            placed = launch.ranks if world.size > 1 else ()
+            said = [*(rank.line() for rank in placed), *(budget.lines() if budget else ())]
+            print("\n".join([*(f"# {line}" for line in said), launch.line()]))
             return
         _fetch(settings)
         ports = settings.ports

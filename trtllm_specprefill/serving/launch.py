@@ -27,6 +27,7 @@ from typing_extensions import Self
 from trtllm_specprefill.errors import InputError, SpecPrefillError
 from trtllm_specprefill.fetch import Progress, build_once, cache_folder
 from trtllm_specprefill.serving.control import tell
+from trtllm_specprefill.serving.ranks import Rank, World, ranks_of, started_by
 from trtllm_specprefill.serving.repository import CONTROL, MODELS
 from trtllm_specprefill.serving.settings import Ports, ServeSettings
 
@@ -41,19 +42,28 @@ class ServerFailed(SpecPrefillError):
 
 @dataclass(frozen=True)
 class Launch:
-    """How tritonserver is called: its command line and what the environment must add."""
+    """How tritonserver is called: its command line and what the environment must add.
+
+    ranks: what that starts, and where.
+    """
 
     command: tuple[str, ...]
     environment: dict[str, str]
+    ranks: tuple[Rank, ...]
 
     def line(self) -> str:
         """The same as a shell line."""
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        return " ".join([*settings, shlex.join(self.command)])
+        line = " ".join([*settings, shlex.join(self.command)])
+        return line.replace(" : -n 1 ", " : \\\n    -n 1 ")  # one line a rank
 
 
 def launch_of(
-    settings: ServeSettings, repository: Path, options: Sequence[str], progress: Progress
+    settings: ServeSettings,
+    repository: Path,
+    options: Sequence[str],
+    progress: Progress,
+    world: World = World(),  # noqa: B008  (frozen)
 ) -> Launch:
     """The call that serves `repository`; `options` are handed to tritonserver as they are.
 
@@ -69,13 +79,17 @@ def launch_of(
         binary = str(package / "tritonserver" / "bin" / "tritonserver")
         extra = [f"--backend-directory={_backends(package, progress)}"]
         environment = _environment(package)
-    command = [
+    server = (
         binary,
         f"--model-repository={repository}",
         *extra,
         "--disable-auto-complete-config",
         # Named one by one, so that a model whose process died can be loaded again.
         "--model-control-mode=explicit",
+        f"--exit-timeout-secs={_EXIT_SECONDS}",
+        *options,
+    )
+    leader = (
         *(f"--load-model={model}" for model in MODELS),
         f"--http-address={ports.host}",
         f"--http-port={ports.http}",
@@ -83,10 +97,9 @@ def launch_of(
         f"--grpc-port={ports.grpc}",
         f"--metrics-address={ports.host}",
         f"--metrics-port={ports.metrics}",
-        f"--exit-timeout-secs={_EXIT_SECONDS}",
-        *options,
-    ]
-    return Launch(tuple(command), environment)
+    )
+    ranks = ranks_of(world, settings, server, leader)
+    return Launch(started_by(world, ranks, repository.parent), environment, ranks)
 
 
 def with_free_ports(settings: ServeSettings) -> ServeSettings:
@@ -170,6 +183,7 @@ class Server:
         folder: where the repository was rendered to; tritonserver's own words go to its `log`.
         """
         self.ports, self.log, self._folder = ports, folder / "log", folder
+        self._alone = not any(rank.command for rank in launch.ranks[1:])
         for name, port in ports.model_dump(exclude={"host"}).items():
             with socket.socket() as probe:
                 if probe.connect_ex((ports.host, port)) == 0:
@@ -239,6 +253,9 @@ class Server:
             for model in ("draft", "target", "orchestrator"):
                 if self._alive(model) or self._process.poll() is not None:
                     continue
+                if model == "target" and not self._alone:
+                    self._process.terminate()  # the other ranks cannot be joined anew
+                    return
                 # Loading is a no-op while the model still counts as loaded.
                 self._call(f"v2/repository/models/{model}/unload", b"{}")
                 while not self._stopping.wait(_LOOK) and self._process.poll() is None:

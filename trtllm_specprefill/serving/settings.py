@@ -13,6 +13,7 @@ from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.prompt import read_text
 from trtllm_specprefill.settings import Sampling, Settings
 from trtllm_specprefill.target.load import TargetKind
+from trtllm_specprefill.target.manifest import Manifest
 
 
 class _Part(BaseModel):
@@ -55,6 +56,18 @@ class TargetSettings(ModelSettings):
     url: str = Field(default="", description="of an endpoint")
     served_name: str = Field(default="", description="what an endpoint calls the model")
     as_text: bool = Field(default=False, description="send an endpoint text instead of ids")
+    context_tokens: int | None = Field(
+        default=None, ge=1, description="positions of an endpoint, where fewer than its model has"
+    )
+    timeout_s: float = Field(
+        default=600.0, gt=0, description="of an engine or an endpoint: longest wait for a token"
+    )
+    block_reuse: bool = Field(
+        default=False, description="of an engine: keep KV blocks, pruned prompts under their own"
+    )
+    kv_cache_tokens: int | None = Field(
+        default=None, ge=1, description="of an engine's KV cache; all there is room for when absent"
+    )
 
 
 class Limits(_Part):
@@ -113,6 +126,17 @@ class ServeSettings(_Part):
                 raise cause from None
             name = ".".join(str(part) for part in first["loc"])
             raise InputError(name or "settings", first["input"], first["msg"]) from None
+
+    def check_positions(self) -> None:
+        """Raise `InputError` when all requests ask for positions that the target has not."""
+        if self.settings.positions != "original":
+            return
+        kind, model = self.target.backend, self.target.model
+        if kind == "endpoint" or (
+            kind.startswith("trtllm") and not Manifest.read(model).original_positions
+        ):
+            allowed = f"auto or contiguous: target {model} on {kind} takes no position ids"
+            raise InputError("settings.positions", "original", allowed)
 
     @classmethod
     def read(cls, path: Path) -> ServeSettings:

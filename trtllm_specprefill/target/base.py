@@ -28,11 +28,16 @@ class Step:
 
 
 class Target(ABC):
-    """A large model that prefills a plan and streams an answer."""
+    """A large model that prefills a plan and streams an answer.
+
+    takes_requests: false on the ranks above 0 of an engine on several GPUs: they hold their part
+    of it, and rank 0 answers.
+    """
 
     name: str
     tokenizer: Any
     position_support: PositionSupport
+    takes_requests: bool = True
 
     @abstractmethod
     def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:

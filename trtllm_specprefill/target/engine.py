@@ -3,21 +3,93 @@
 from __future__ import annotations
 
 import logging
+import secrets
+from abc import abstractmethod
 from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_specprefill.errors import ContextTooLong
+from trtllm_specprefill.errors import ContextTooLong, InputError
 from trtllm_specprefill.models import EngineModel
-from trtllm_specprefill.operations import shortest_window
-from trtllm_specprefill.plan import PositionSupport, PrunePlan
+from trtllm_specprefill.operations import prefill_operations, shortest_window
+from trtllm_specprefill.plan import PositionSupport, PrunePlan, Reason
 from trtllm_specprefill.settings import Sampling
-from trtllm_specprefill.target.manifest import Manifest
+from trtllm_specprefill.target.base import Step, Target
+from trtllm_specprefill.target.manifest import Backend, Manifest
 from trtllm_specprefill.target.positions import ENDED, Recorded, check_positions
-from trtllm_specprefill.target.steps import Chunk
+from trtllm_specprefill.target.steps import Chunk, assemble
 
 _log = logging.getLogger(__name__)
+
+
+class EngineTarget(Target):
+    """Answers with what `engine_build` made in `folder`, many requests at a time.
+
+    block_reuse: keep KV blocks between requests, each pruned prompt under a salt of its own.
+    kv_cache_tokens: what the KV cache holds; when None, what the runtime finds room for.
+    timeout_s: longest wait for the next token. Raises `InputError` when TensorRT-LLM is not
+    installed, or `folder` was built for another backend.
+    """
+
+    backend: ClassVar[Backend]
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: EngineModel,
+        manifest: Manifest,
+        *,
+        block_reuse: bool = False,
+        kv_cache_tokens: int | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if manifest.backend != self.backend:
+            raise InputError("engine", str(folder), f"one built for the backend {self.backend}")
+        self.name, self.tokenizer = model.name, model.tokenizer
+        self._model, self._manifest = model, manifest
+        self._timeout, self._salted = timeout_s, block_reuse
+        self._start(Path(folder), block_reuse, kv_cache_tokens)
+        self.position_support = support_of(
+            model, manifest, self._chunks if self.takes_requests else None
+        )
+
+    def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
+        """See `Target.stream`. Raises `ContextTooLong` beyond the engine's KV length."""
+        check_kv_fits(plan, sampling, self._manifest)
+        yield from assemble(
+            self._chunks(plan, sampling), self.tokenizer, sampling, self._model.end_ids
+        )
+
+    def operations(self, tokens: int) -> float:
+        """See `Target.operations`."""
+        return prefill_operations(self._model.config, tokens)
+
+    @abstractmethod
+    def _start(self, folder: Path, block_reuse: bool, kv_cache_tokens: int | None) -> None:
+        """Start the engine, or hold this rank's part of it."""
+
+    @abstractmethod
+    def _chunks(self, plan: PrunePlan, sampling: Sampling) -> Generator[Chunk, None, None]:
+        """The engine's tokens; closing it cancels the request. Raises `TargetFailed`."""
+
+    def _log_ttft(self, metrics: Any) -> None:
+        """Log a request's TTFT as the engine measured it; metrics: `RequestPerfMetrics` or None."""
+        if metrics is not None:
+            timing = metrics.timing_metrics
+            waited = timing.first_token_time - timing.arrival_time
+            _log.info("target %s: engine TTFT %.4f s", self.name, waited.total_seconds())
+
+    def _needs_salt(self, plan: PrunePlan) -> bool:
+        """Blocks are known by their tokens, not their positions: pruned ones must not be met."""
+        return self._salted and plan.reason is Reason.PRUNED
+
+
+def fresh_salt() -> int:
+    """A salt that no other request has."""
+    return secrets.randbits(63) + 1
 
 
 def support_of(

@@ -9,6 +9,8 @@ from trtllm_specprefill.fetch import Progress
 from trtllm_specprefill.models import engine_model, load_model
 from trtllm_specprefill.target.base import Target
 from trtllm_specprefill.target.manifest import Manifest
+from trtllm_specprefill.target.trtllm_executor import ExecutorTarget
+from trtllm_specprefill.target.trtllm_llm import LLMTarget
 
 TargetKind = Literal["torch", "trtllm_executor", "trtllm_llm", "endpoint"]
 
@@ -24,6 +26,7 @@ def load_target(
     as_text: bool = False,
     context_tokens: int | None = None,
     block_reuse: bool = False,
+    kv_cache_tokens: int | None = None,
     timeout_s: float = 600.0,
     progress: Progress | None = None,
 ) -> Target:
@@ -40,6 +43,7 @@ def load_target(
         as_text: send an endpoint the prompt as text; for servers that take no token ids.
         context_tokens: positions of an endpoint, where it has fewer than its model.
         block_reuse: of an engine: keep KV blocks, pruned prompts under salts of their own.
+        kv_cache_tokens: of an engine: what its KV cache holds; None for all there is room for.
         timeout_s: of engines and endpoints: longest wait for the next token.
         progress: told, in a line each, of anything that takes long.
 
@@ -60,15 +64,15 @@ def load_target(
         return EndpointTarget(connection, engine_model(model, progress), context_tokens)
     manifest = Manifest.read(model)
     described = engine_model(manifest.model, progress)
-    if kind == "trtllm_executor":
-        from trtllm_specprefill.target.trtllm_executor import ExecutorTarget
-
-        return ExecutorTarget(
-            model, described, manifest, block_reuse=block_reuse, timeout_s=timeout_s
-        )
-    from trtllm_specprefill.target.trtllm_llm import LLMTarget
-
-    return LLMTarget(model, described, manifest, block_reuse=block_reuse, timeout_s=timeout_s)
+    made = ExecutorTarget if kind == "trtllm_executor" else LLMTarget
+    return made(
+        model,
+        described,
+        manifest,
+        block_reuse=block_reuse,
+        kv_cache_tokens=kv_cache_tokens,
+        timeout_s=timeout_s,
+    )
 
 
 def source_model(kind: TargetKind, model: str) -> str:

@@ -6,49 +6,30 @@ The engine must be built by `engine_build` with the rotation inside the network:
 
 from __future__ import annotations
 
-import logging
-import secrets
 from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtllm_specprefill.errors import InputError, TargetFailed
-from trtllm_specprefill.models import EngineModel
-from trtllm_specprefill.operations import prefill_operations
-from trtllm_specprefill.plan import PrunePlan, Reason
+from trtllm_specprefill.plan import PrunePlan
 from trtllm_specprefill.settings import GREEDY_BELOW, Sampling
-from trtllm_specprefill.target.base import Step, Target
-from trtllm_specprefill.target.engine import check_kv_fits, support_of
-from trtllm_specprefill.target.manifest import Manifest
-from trtllm_specprefill.target.steps import Chunk, assemble
+from trtllm_specprefill.target.engine import EngineTarget, fresh_salt
+from trtllm_specprefill.target.steps import Chunk
 
 if TYPE_CHECKING:
     from tensorrt_llm.bindings import executor as trtllm
 
-_log = logging.getLogger(__name__)
 
+class ExecutorTarget(EngineTarget):
+    """Answers with a TensorRT engine through one executor; see `EngineTarget`.
 
-class ExecutorTarget(Target):
-    """Answers with an engine in `folder`, one executor for many requests at a time.
-
-    block_reuse: keep KV blocks between requests, each pruned prompt under a salt of its own.
-    timeout_s: longest wait for the next token. On the ranks above 0 of a multi-GPU engine the
-    object only holds the rank's executor. Raises `InputError` when TensorRT-LLM's executor is
-    not installed, or `folder` is no engine for it.
+    On the ranks above 0 of a multi-GPU engine the object only holds the rank's executor.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        model: EngineModel,
-        manifest: Manifest,
-        *,
-        block_reuse: bool = False,
-        timeout_s: float = 600.0,
-    ) -> None:
-        if manifest.backend != "tensorrt":
-            raise InputError("engine", str(folder), "an engine of the TensorRT backend")
+    backend = "tensorrt"
+
+    def _start(self, folder: Path, block_reuse: bool, kv_cache_tokens: int | None) -> None:
         try:
             from tensorrt_llm.bindings import executor
         except ImportError as error:
@@ -58,35 +39,18 @@ class ExecutorTarget(Target):
                 "with TensorRT-LLM 1.2.1 installed (pip install tensorrt-llm==1.2.1, or NVIDIA's"
                 f" container); later versions have no TensorRT backend ({error})",
             ) from error
-        self.name, self.tokenizer = model.name, model.tokenizer
-        self._model, self._manifest = model, manifest
-        self._timeout = timedelta(seconds=timeout_s)
-        self._salted = block_reuse
         self._executor = executor.Executor(
-            Path(folder),
+            folder,
             executor.ModelType.DECODER_ONLY,
             executor.ExecutorConfig(
                 max_beam_width=1,
-                kv_cache_config=executor.KvCacheConfig(enable_block_reuse=block_reuse),
+                kv_cache_config=executor.KvCacheConfig(
+                    enable_block_reuse=block_reuse, max_tokens=kv_cache_tokens
+                ),
                 enable_chunked_context=True,
             ),
         )
-        self.position_support = support_of(
-            model,
-            manifest,
-            self._chunks if self._executor.can_enqueue_requests() else None,
-        )
-
-    def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
-        """See `Target.stream`. Raises `ContextTooLong` beyond the engine's KV length."""
-        check_kv_fits(plan, sampling, self._manifest)
-        yield from assemble(
-            self._chunks(plan, sampling), self.tokenizer, sampling, self._model.end_ids
-        )
-
-    def operations(self, tokens: int) -> float:
-        """See `Target.operations`."""
-        return prefill_operations(self._model.config, tokens)
+        self.takes_requests = self._executor.can_enqueue_requests()
 
     def close(self) -> None:
         """See `Target.close`. Stops the other ranks too."""
@@ -118,16 +82,11 @@ class ExecutorTarget(Target):
             pad_id=end_id,
             stop_words=[[token] for token in other_ends] or None,
             position_ids=plan.position_ids.tolist() if original else None,
-            cache_salt_id=self._salt(plan),
+            cache_salt_id=fresh_salt() if self._needs_salt(plan) else None,
         )
 
-    def _salt(self, plan: PrunePlan) -> int | None:
-        """Blocks are known by their tokens, not their positions: pruned ones must not be met."""
-        pruned = plan.reason is Reason.PRUNED
-        return secrets.randbits(63) + 1 if self._salted and pruned else None
-
     def _chunks(self, plan: PrunePlan, sampling: Sampling) -> Generator[Chunk, None, None]:
-        if not self._executor.can_enqueue_requests():
+        if not self.takes_requests:
             raise TargetFailed(f"target {self.name}: only rank 0 takes requests")
         try:
             identity = self._executor.enqueue_request(self.request(plan, sampling))
@@ -136,11 +95,11 @@ class ExecutorTarget(Target):
         final = False
         try:
             while not final:
-                responses = self._executor.await_responses(id=identity, timeout=self._timeout)
+                responses = self._executor.await_responses(
+                    id=identity, timeout=timedelta(seconds=self._timeout)
+                )
                 if not responses:
-                    raise TargetFailed(
-                        f"target {self.name}: no token within {self._timeout.total_seconds():g} s"
-                    )
+                    raise TargetFailed(f"target {self.name}: no token within {self._timeout:g} s")
                 for response in responses:
                     if response.has_error():
                         final = True
@@ -158,10 +117,7 @@ class ExecutorTarget(Target):
         from tensorrt_llm.bindings.executor import FinishReason
 
         why = result.finish_reasons[0]
-        if result.request_perf_metrics is not None:
-            timing = result.request_perf_metrics.timing_metrics
-            waited = timing.first_token_time - timing.arrival_time
-            _log.info("target %s: engine TTFT %.4f s", self.name, waited.total_seconds())
+        self._log_ttft(result.request_perf_metrics)
         if why in (FinishReason.END_ID, FinishReason.STOP_WORDS):
             return Chunk(tokens, "stop")
         if why == FinishReason.LENGTH:

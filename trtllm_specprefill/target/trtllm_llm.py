@@ -8,7 +8,6 @@ in which only some do gives a position tensor that is too short.
 from __future__ import annotations
 
 import queue
-import secrets
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,15 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from trtllm_specprefill.errors import InputError, TargetFailed
-from trtllm_specprefill.models import EngineModel
-from trtllm_specprefill.operations import prefill_operations
-from trtllm_specprefill.plan import PrunePlan, Reason
+from trtllm_specprefill.plan import PrunePlan
 from trtllm_specprefill.settings import GREEDY_BELOW, Sampling
-from trtllm_specprefill.target.base import Step, Target
-from trtllm_specprefill.target.engine import check_kv_fits, support_of
-from trtllm_specprefill.target.manifest import Manifest
+from trtllm_specprefill.target.engine import EngineTarget, fresh_salt
 from trtllm_specprefill.target.positions import mrope_position_deltas, mrope_position_ids
-from trtllm_specprefill.target.steps import Chunk, assemble
+from trtllm_specprefill.target.steps import Chunk
 
 if TYPE_CHECKING:
     from tensorrt_llm import SamplingParams
@@ -32,25 +27,12 @@ if TYPE_CHECKING:
     from tensorrt_llm.inputs.multimodal import MultimodalParams
 
 
-class LLMTarget(Target):
-    """Answers with the checkpoint in `folder`, one `LLM` for many requests at a time.
+class LLMTarget(EngineTarget):
+    """Answers with a checkpoint through one `LLM`; see `EngineTarget`."""
 
-    block_reuse: keep KV blocks between requests, each pruned prompt under a salt of its own.
-    timeout_s: longest wait for the next token. Raises `InputError` when TensorRT-LLM is not
-    installed, or `folder` is no checkpoint for it.
-    """
+    backend = "pytorch"
 
-    def __init__(
-        self,
-        folder: str | Path,
-        model: EngineModel,
-        manifest: Manifest,
-        *,
-        block_reuse: bool = False,
-        timeout_s: float = 600.0,
-    ) -> None:
-        if manifest.backend != "pytorch":
-            raise InputError("engine", str(folder), "a checkpoint for the PyTorch backend")
+    def _start(self, folder: Path, block_reuse: bool, kv_cache_tokens: int | None) -> None:
         try:
             from tensorrt_llm.llmapi import LLM, KvCacheConfig
         except ImportError as error:
@@ -60,9 +42,7 @@ class LLMTarget(Target):
                 "with TensorRT-LLM 1.2 to 1.4 installed (pip install tensorrt-llm==1.2.1, or"
                 f" NVIDIA's container) ({error})",
             ) from error
-        self.name, self.tokenizer = model.name, model.tokenizer
-        self._model, self._manifest = model, manifest
-        self._timeout, self._salted = timeout_s, block_reuse
+        manifest = self._manifest
         self._llm = LLM(
             model=str(folder),
             skip_tokenizer_init=True,
@@ -70,20 +50,10 @@ class LLMTarget(Target):
             pipeline_parallel_size=manifest.pipeline_parallel,
             max_batch_size=manifest.batch_size,
             max_seq_len=manifest.kv_tokens,
-            kv_cache_config=KvCacheConfig(enable_block_reuse=block_reuse),
+            kv_cache_config=KvCacheConfig(
+                enable_block_reuse=block_reuse, max_tokens=kv_cache_tokens
+            ),
         )
-        self.position_support = support_of(model, manifest, self._chunks)
-
-    def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
-        """See `Target.stream`. Raises `ContextTooLong` beyond the engine's KV length."""
-        check_kv_fits(plan, sampling, self._manifest)
-        yield from assemble(
-            self._chunks(plan, sampling), self.tokenizer, sampling, self._model.end_ids
-        )
-
-    def operations(self, tokens: int) -> float:
-        """See `Target.operations`."""
-        return prefill_operations(self._model.config, tokens)
 
     def close(self) -> None:
         """See `Target.close`. Stops the other ranks too."""
@@ -104,6 +74,7 @@ class LLMTarget(Target):
             top_p=None if greedy else sampling.top_p,
             temperature=None if greedy else sampling.temperature,
             seed=sampling.seed,
+            return_perf_metrics=True,
             detokenize=False,
             add_special_tokens=False,
         )
@@ -128,15 +99,14 @@ class LLMTarget(Target):
 
         ids, params = plan.input_ids.tolist(), self._params(sampling)
         positions = self._positions(plan)
-        # Blocks are known by their tokens, not their positions: pruned ones must not be met.
-        salted = self._salted and plan.reason is Reason.PRUNED
+        salted = self._needs_salt(plan)
         inputs_of = getattr(llm, "PreprocessedInputs", None)
         if inputs_of is not None:  # from 1.3 on
             result: GenerationResult = self._llm.generate_async(
                 inputs_of(prompt_token_ids=ids, multimodal_params=positions),
                 sampling_params=params,
                 streaming=True,
-                cache_salt=secrets.token_hex(16) if salted else None,
+                cache_salt=str(fresh_salt()) if salted else None,
             )
             return result
         return self._llm._executor.generate_async(
@@ -144,7 +114,7 @@ class LLMTarget(Target):
             params,
             streaming=True,
             multimodal_params=positions,
-            cache_salt_id=secrets.randbits(63) + 1 if salted else None,
+            cache_salt_id=fresh_salt() if salted else None,
         )
 
     def _chunks(self, plan: PrunePlan, sampling: Sampling) -> Generator[Chunk, None, None]:
@@ -168,6 +138,8 @@ class LLMTarget(Target):
                 result.abort()
 
     def _chunk(self, output: CompletionOutput) -> Chunk:
+        if output.finish_reason is not None:
+            self._log_ttft(output.request_perf_metrics)
         if output.finish_reason in (None, "stop", "length"):
             return Chunk(output.token_ids_diff, output.finish_reason)
         raise TargetFailed(

@@ -49,7 +49,7 @@ class SamplingParams:
     exclude_input_from_output: bool = True
     return_encoder_output: bool = False
     return_perf_metrics: bool = False
-    additional_model_outputs: list[Any] | None = None
+    additional_model_outputs: list[str] | None = None
     lookahead_config: Any = None
     guided_decoding: Any = None
     ignore_eos: bool = False

@@ -176,7 +176,7 @@ class KvCacheConfig:
         runtime_defaults: Any = None,
         max_gpu_total_bytes: int = 0,
     ) -> None:
-        self.enable_block_reuse = enable_block_reuse
+        self.enable_block_reuse, self.max_tokens = enable_block_reuse, max_tokens
 
 
 class ExecutorConfig:
@@ -220,7 +220,8 @@ class Executor:
     def __init__(
         self, model_path: Path, model_type: ModelType, executor_config: ExecutorConfig
     ) -> None:
-        self._engine = engine.started(executor_config.kv_cache_config.enable_block_reuse)
+        cache = executor_config.kv_cache_config
+        self._engine = engine.started(cache.enable_block_reuse, cache.max_tokens)
 
     def shutdown(self) -> None:
         self._engine.stop()

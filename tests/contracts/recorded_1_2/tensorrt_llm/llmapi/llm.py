@@ -56,7 +56,8 @@ class LLM:
         tokenizer_revision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        runs = engine.started(TorchLlmArgs(**kwargs).kv_cache_config.enable_block_reuse)
+        cache = TorchLlmArgs(**kwargs).kv_cache_config
+        runs = engine.started(cache.enable_block_reuse, cache.max_tokens)
         self._executor = GenerationExecutor(runs)
         self._runs = runs
 

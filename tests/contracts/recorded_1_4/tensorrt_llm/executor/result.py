@@ -1,12 +1,17 @@
 """What the LLM API gives back.
 
-sources: tensorrt_llm/executor/result.py @ 005bc848893f575ec14b45d6b13139360d67c790
+sources:
+    tensorrt_llm/executor/result.py @ 005bc848893f575ec14b45d6b13139360d67c790
+    tensorrt_llm/executor/result.py, stored version 2426014580 (CompletionOutput's
+    request_perf_metrics, a `RequestPerfMetrics` of the bindings)
 """
 
 from __future__ import annotations
 
+from datetime import timedelta
 from queue import Empty
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 from tests.contracts import engine
 
@@ -17,6 +22,7 @@ class CompletionOutput:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.request_perf_metrics: Any = None
         self._last_token_ids_len = 0
 
     @property
@@ -50,6 +56,12 @@ class GenerationResult:
             if event.finish is not None:
                 self._done = True
                 output.finish_reason = _REASONS[event.finish]
+                timing = SimpleNamespace(
+                    arrival_time=timedelta(0), first_token_time=timedelta(seconds=event.number)
+                )
+                output.request_perf_metrics = SimpleNamespace(timing_metrics=timing)
+                if event.finish == "stop_words":  # what stopped it is not shown
+                    del output.token_ids[-len(event.tokens) :]
 
 
 _REASONS: dict[str, FinishReason] = {

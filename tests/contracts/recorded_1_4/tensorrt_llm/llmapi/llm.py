@@ -40,7 +40,8 @@ class LLM:
         tokenizer_revision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self._runs = engine.started(TorchLlmArgs(**kwargs).kv_cache_config.enable_block_reuse)
+        cache = TorchLlmArgs(**kwargs).kv_cache_config
+        self._runs = engine.started(cache.enable_block_reuse, cache.max_tokens)
 
     def generate_async(
         self,

@@ -1,0 +1,258 @@
+"""What runs where for a target on several GPUs, and whether it fits."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from tests.target.conftest import manifest_of
+from trtllm_specprefill.cli import app
+from trtllm_specprefill.draft.manifest import DraftManifest
+from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.serving.control import listen
+from trtllm_specprefill.serving.launch import Launch, Server, with_free_ports
+from trtllm_specprefill.serving.ranks import Rank, World, budget_of, draft_gpu, world_of
+from trtllm_specprefill.serving.repository import CONTROL, MODELS
+from trtllm_specprefill.serving.settings import ServeSettings
+
+HERE = Path(__file__).parent
+CONFIGS = HERE.parent / "engine_build" / "configs"
+H200, L40S = 141e9, 48e9
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Callable[..., ServeSettings]:
+    """Settings of a server whose target is an engine with the given manifest."""
+
+    def made(
+        model: str, ranks: int, kind: str = "trtllm_executor", draft: str = "cuda:0", **built: Any
+    ) -> ServeSettings:
+        fields = {"precision": "fp8", "kv_tokens": 20_480, "positions": 131_072, "batch_size": 64}
+        fields |= {"model": str(CONFIGS / model), "tensor_parallel": ranks, **built}
+        engine = tmp_path / "engine"
+        engine.mkdir(exist_ok=True)
+        manifest_of(kind, **fields).write(engine)
+        return ServeSettings.of(
+            {
+                "draft": {"model": str(CONFIGS / "llama-3.1-8b"), "device": draft},
+                "target": {"backend": kind, "model": str(engine)},
+            }
+        )
+
+    return made
+
+
+def printed(
+    served: ServeSettings, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str
+) -> str:
+    """What `specprefill serve --dry-run` prints where tritonserver is installed."""
+    binary = folder / "bin" / "tritonserver"
+    binary.parent.mkdir()
+    binary.touch(0o755)
+    monkeypatch.setenv("PATH", str(binary.parent), prepend=":")
+    config = folder / "serve.yaml"
+    config.write_text(yaml.safe_dump(served.model_dump(exclude_defaults=True)))
+    command = ["serve", "--config", str(config), "--repository", str(folder / "repository")]
+    done = CliRunner().invoke(app, [*command, *options, "--dry-run"], catch_exceptions=False)
+    assert not done.exit_code
+    text = done.stdout.replace(str(binary), "tritonserver")
+    return text.replace(str(folder / "repository"), "REPOSITORY")
+
+
+TWO_NODES = ("--nodes", "node-a,node-b")
+CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "llama-3.1-70b-tp8": (
+        {"model": "llama-3.1-70b", "ranks": 8},
+        ("--gpu", "h200", "--world-size", "8"),
+    ),
+    "llama-3.1-70b-tp4-own-draft-gpu": (
+        {"model": "llama-3.1-70b", "ranks": 4, "draft": "cuda:4"},
+        ("--gpu", "h100"),
+    ),
+    "llama-3.1-405b-tp16-mpirun": (
+        {"model": "llama-3.1-405b", "ranks": 16, "precision": "bf16"},
+        ("--gpu", "h200", *TWO_NODES),
+    ),
+    "llama-3.1-405b-tp16-srun": (
+        {"model": "llama-3.1-405b", "ranks": 16, "precision": "bf16"},
+        ("--gpu", "h200", *TWO_NODES, "--launcher", "srun"),
+    ),
+    "qwen2.5-72b-llm-tp8": (
+        {"model": "qwen2.5-72b", "ranks": 8, "kind": "trtllm_llm"},
+        ("--gpu", "h200"),
+    ),
+    "qwen2.5-72b-llm-tp16-srun": (
+        {"model": "qwen2.5-72b", "ranks": 16, "kind": "trtllm_llm"},
+        ("--gpu", "h200", *TWO_NODES, "--launcher", "srun"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_runs_where_is_printed_exactly(
+    case: str,
+    settings: Callable[..., ServeSettings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of, options = CASES[case]
+    text = printed(settings(**of), tmp_path, monkeypatch, *options)
+    programs = tmp_path / "repository" / "ranks.conf"
+    if programs.exists():
+        listed = programs.read_text().replace(str(tmp_path / "bin/tritonserver"), "tritonserver")
+        text += "\nranks.conf:\n" + listed.replace(str(tmp_path / "repository"), "REPOSITORY")
+    golden = HERE / "golden" / f"{case}.txt"
+    assert text == golden.read_text()
+
+
+def test_ranks_above_0_load_the_target_alone_and_open_no_port(
+    settings: Callable[..., ServeSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = printed(settings("llama-3.1-70b", 8), tmp_path, monkeypatch, "--gpu", "h200")
+    command = shlex.split("".join(line for line in text.splitlines() if not line.startswith("#")))
+    assert command[:2] == ["mpirun", "--allow-run-as-root"]
+    calls = " ".join(command[2:]).split(" : ")
+    assert len(calls) == 8
+    for number, call in enumerate(calls):
+        words = call.split()
+        assert words[:3] == ["-n", "1", "tritonserver"]
+        loaded = [w.removeprefix("--load-model=") for w in words if w.startswith("--load-model=")]
+        assert ("draft" in loaded) == (number == 0)
+        assert "target" in loaded
+        assert len(loaded) == (5 if number == 0 else 1)
+        assert any("port=" in w for w in words) == (number == 0)
+        assert ("--allow-http=false" in words) == (number > 0)
+        assert f"--backend-config=python,shm-region-prefix-name=prefix{number}_" in words
+
+
+def test_the_kv_cache_that_fits_is_what_the_engine_is_told(
+    settings: Callable[..., ServeSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = printed(settings("llama-3.1-70b", 8), tmp_path, monkeypatch, "--gpu", "h200")
+    fits = re.search(r"KV cache: (\d+) tokens", text)
+    assert fits is not None
+    config = (tmp_path / "repository" / "models" / "target" / "config.pbtxt").read_text()
+    found = re.search(r'key: "settings" value { string_value: (".*") }', config)
+    assert found is not None
+    rendered = ServeSettings.of(json.loads(json.loads(found[1])))
+    assert rendered.target.kv_cache_tokens == int(fits[1])
+
+
+def test_a_draft_on_rank_0_takes_its_memory_from_every_ranks_cache(
+    settings: Callable[..., ServeSettings],
+) -> None:
+    # 8 ranks each hold 1 of the 8 KV heads of 80 layers in fp8; 8B of draft in bf16.
+    shared, own = settings("llama-3.1-70b", 8), settings("llama-3.1-70b", 8, draft="cuda:8")
+    world = world_of(shared)
+    with_draft, alone = budget_of(shared, world, H200), budget_of(own, world, H200)
+    assert with_draft is not None
+    assert alone is not None
+    assert alone.gpus[0].kv_per_token == 2 * 80 * 128
+    assert with_draft.gpus[1:] == alone.gpus[1:]
+    draft = 2 * 8.03e9 + 2 * 2 * 32 * 8 * 128 * 131_072
+    lost = (alone.kv_tokens - with_draft.kv_tokens) * 2 * 80 * 128
+    assert lost == pytest.approx(draft, rel=1e-3)
+    assert alone.kv_tokens % 64 == 0
+
+
+def test_a_draft_that_is_built_ahead_takes_what_it_was_built_to(
+    settings: Callable[..., ServeSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draft_bytes(backend: str) -> float:
+        served = settings("llama-3.1-70b", 8)
+        draft = served.draft.model_copy(update={"backend": backend, "path": "draft-engine"})
+        budget = budget_of(served.model_copy(update={"draft": draft}), World(8), H200)
+        assert budget is not None
+        return budget.gpus[0].draft
+
+    built = SimpleNamespace(precision="fp8")
+    monkeypatch.setattr(DraftManifest, "read", lambda folder: built)
+    assert draft_bytes("tensorrt") == draft_bytes("torch") / 2 > 0
+    assert draft_bytes("onnx") == 0  # on the CPU
+
+
+def test_a_head_that_several_gpus_hold_takes_memory_on_each(
+    settings: Callable[..., ServeSettings],
+) -> None:
+    served = settings("llama-3.1-405b", 16)
+    budget = budget_of(served, world_of(served), H200)
+    assert budget is not None
+    assert budget.gpus[0].kv_per_token == 2 * 126 * 128  # one head of eight, not a half
+
+
+def test_models_that_do_not_fit_together_are_refused_at_start(
+    settings: Callable[..., ServeSettings],
+) -> None:
+    """26: an engine at 0.9 of the GPU left no memory for the draft."""
+    served = settings("llama-3.1-70b", 2)
+    with pytest.raises(InputError, match=r"20480, which one request.*35\.3 GB target \+ 16\.1 GB"):
+        budget_of(served, world_of(served), L40S)
+    apart = settings("llama-3.1-70b", 2, draft="cuda:2")
+    assert budget_of(apart, world_of(apart), L40S) is not None
+    with pytest.raises(InputError, match=r"draft\.device.*'cuda:2'.*of its own with 33"):
+        budget_of(apart, world_of(apart), 36e9)
+    greedy = served.target.model_copy(update={"kv_cache_tokens": 10_000_000})
+    asking = served.model_copy(update={"target": greedy})
+    with pytest.raises(InputError, match="10000000"):
+        budget_of(asking, world_of(asking), H200)
+
+
+def test_a_world_that_the_target_has_not_is_named(settings: Callable[..., ServeSettings]) -> None:
+    served = settings("llama-3.1-70b", 8)
+    assert world_of(served) == World(8)
+    assert world_of(served, 8, ("a", "b")).node(4) == "b"
+    with pytest.raises(InputError, match=r"world_size.*4.*8, the ranks"):
+        world_of(served, 4)
+    with pytest.raises(InputError, match=r"nodes.*share 8 ranks"):
+        world_of(served, None, ("a", "b", "c"))
+    with pytest.raises(InputError, match="nodes"):
+        world_of(served, None, ("a", "a"))
+    with pytest.raises(InputError, match=r"launcher.*mpirun, srun"):
+        world_of(served, None, (), "ssh")
+    with pytest.raises(InputError, match=r"world_size.*2.*1, the ranks of target"):
+        world_of(ServeSettings(), 2)
+    assert budget_of(ServeSettings(), World(), H200) is None  # no engine, nothing to plan
+
+
+def test_positions_that_the_target_has_not_are_an_error_at_start(
+    settings: Callable[..., ServeSettings], tmp_path: Path
+) -> None:
+    """20: a combination that cannot work is no matter of every request anew."""
+    engine = settings("qwen2.5-72b", 8, "trtllm_llm", original_positions=False)
+    values = engine.model_dump(exclude_defaults=True) | {"settings": {"positions": "original"}}
+    with pytest.raises(InputError, match=r"settings\.positions.*'original'.*takes no position"):
+        ServeSettings.of(values).check_positions()
+    config = tmp_path / "serve.yaml"
+    target = {"backend": "endpoint", "url": "http://127.0.0.1:9/v1"}
+    config.write_text(json.dumps({"settings": {"positions": "original"}, "target": target}))
+    done = CliRunner().invoke(app, ["serve", "--config", str(config), "--dry-run"])
+    assert isinstance(done.exception, InputError)
+    assert "endpoint takes no position ids" in str(done.exception)
+    ServeSettings.of({**values, "settings": {"positions": "auto"}}).check_positions()
+    settings("qwen2.5-72b", 8, "trtllm_llm")
+    ServeSettings.of(values).check_positions()
+
+
+def test_a_target_on_several_ranks_that_dies_ends_the_server(tmp_path: Path) -> None:
+    (tmp_path / CONTROL).mkdir()
+    listen(tmp_path / CONTROL, "draft", lambda message: {})  # alive; the target is not
+    running = ("sleep", "600")
+    ranks = (Rank(0, "", 0, MODELS, running), Rank(1, "", 1, ("target",), running))
+    free = with_free_ports(ServeSettings.of({"ports": {"http": 0, "grpc": 0, "metrics": 0}}))
+    with Server(Launch(running, {}, ranks), free.ports, tmp_path) as server:
+        server._watch.start()
+        assert server.wait() == -signal.SIGTERM
+
+
+def test_a_drafts_device_says_which_gpu() -> None:
+    assert [draft_gpu(d) for d in ("auto", "cuda", "cuda:3", "cpu")] == [0, 0, 3, None]
