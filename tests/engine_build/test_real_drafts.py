@@ -21,7 +21,7 @@ from trtllm_specprefill.settings import Settings
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 LENGTHS = (19, 333, 1024, 3001, 7990)  # traced with 72
-TOGETHER = (700, 19, 333, 512)  # 512: the sliding window of Gemma 3
+TOGETHER = (19, 333, 505, 512)  # Gemma 3 has a sliding window of 512
 STEPS = 8
 # Layers that are run in window mode, and with look-ahead the whole model.
 DEPTHS = {"smollm2-135m": (8, 30), "gemma3-270m": (6, 18)}
@@ -90,21 +90,34 @@ def test_lengths_that_were_not_traced_score_as_under_torch(
 
 
 @pytest.mark.parametrize("name", list(DEPTHS))
-@pytest.mark.parametrize("mode", ["window", "lookahead"])
-def test_a_ragged_batch_scores_and_decodes_as_under_torch(name: str, mode: str, prose: str) -> None:
+def test_a_ragged_batch_scores_as_each_prompt_under_torch(name: str, prose: str) -> None:
     model = model_of(name)
-    draft = opened(model, built(name, mode), batch=4, piece=256)
+    draft = opened(model, built(name, "window"), batch=4)
     prompts = [prompt(model, tokens, prose) for tokens in TOGETHER]
-    judge = TorchDraft(model)
-    for ids, found in zip(prompts, draft.score_batch(prompts, asked(mode, name)), strict=True):
-        expected = judge.score(ids, asked(mode, name))
+    settings, judge = asked("window", name), TorchDraft(model)
+    for ids, found in zip(prompts, draft.score_batch(prompts, settings), strict=True):
+        expected = judge.score(ids, settings)
         assert (found.layers, found.queries) == (expected.layers, expected.queries)
         np.testing.assert_allclose(found.scores, expected.scores, rtol=0, atol=1e-4)
-    if mode == "lookahead":
-        wide = [ids.astype(np.int64) for ids in prompts]
-        decoded = look_ahead(draft._engine, wide, STEPS, "mean", ends=model.eos_token_ids)
-        for ids, one in zip(prompts, decoded, strict=True):
-            assert list(one.tokens) == greedy(model, ids)
+
+
+@pytest.mark.parametrize("name", list(DEPTHS))
+def test_a_ragged_batch_that_looks_ahead_scores_and_decodes_as_each_prompt_under_torch(
+    name: str, prose: str
+) -> None:
+    model = model_of(name)
+    draft = opened(model, built(name, "lookahead"), batch=4, piece=256)
+    prompts = [prompt(model, tokens, prose) for tokens in TOGETHER]
+    wide = [ids.astype(np.int64) for ids in prompts]
+    found = look_ahead(
+        draft._engine, wide, STEPS, "mean", ends=model.eos_token_ids, sees=draft._sees
+    )
+    judge = TorchDraft(model)
+    for ids, one in zip(prompts, found, strict=True):
+        expected = judge.score(ids, asked("lookahead", name))
+        assert one.queries == expected.queries
+        np.testing.assert_allclose(one.scores, expected.scores, rtol=0, atol=1e-4)
+        assert list(one.tokens) == greedy(model, ids)
 
 
 @pytest.mark.parametrize("name", list(DEPTHS))
