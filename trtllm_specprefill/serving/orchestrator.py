@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trtllm_specprefill.draft.heads import calibration_for
 from trtllm_specprefill.draft.reading import ReadingDraft
 from trtllm_specprefill.errors import (
     Cancelled,
@@ -29,7 +30,7 @@ from trtllm_specprefill.errors import (
     TargetFailed,
 )
 from trtllm_specprefill.importance import Importance
-from trtllm_specprefill.models import load_config, load_tokenizer
+from trtllm_specprefill.models import load_config, load_tokenizer, local_fingerprint
 from trtllm_specprefill.operations import prefill_operations
 from trtllm_specprefill.pipeline import Planned, SpecPrefill
 from trtllm_specprefill.plan import PositionSupport, PrunePlan
@@ -73,6 +74,7 @@ class RemoteDraft(ReadingDraft):
         self.name, self._score, self._tell, self._limits = model, score, tell, limits
         self.tokenizer = load_tokenizer(model)
         self.config = load_config(model)
+        self.calibration = calibration_for(local_fingerprint(model) or "")
         self.context_length = int(self.config.max_position_embeddings)
         self._calls = ThreadPoolExecutor(limits.requests, "draft-call")
         self._ahead: list[float] = []
