@@ -6,7 +6,9 @@ import json
 import threading
 import time
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from trtllm_specprefill.importance import Importance
 from trtllm_specprefill.plan import PrunePlan, Reason
 from trtllm_specprefill.serving.client import RequestFailed, stream
 from trtllm_specprefill.serving.control import check_folder, listen, tell
+from trtllm_specprefill.serving.metrics import OrchestratorMetrics
 from trtllm_specprefill.serving.orchestrator import importance_tensors, read_importance
 from trtllm_specprefill.serving.settings import ServeSettings
 from trtllm_specprefill.serving.wire import read_request, text_tensor
@@ -246,6 +249,55 @@ def test_importance_crosses_the_wire_unchanged() -> None:
 
 def test_cancelled_is_no_failure_that_a_fallback_could_catch() -> None:
     assert not issubclass(Cancelled, Exception)
+
+
+class LoneMetric:
+    """A metric as Triton's: it lets other threads run while it changes, and bears none of them."""
+
+    def __init__(self, changed: list[float], **settings: Any) -> None:
+        self._changed, self._busy = changed, False
+
+    def increment(self, value: float) -> None:
+        assert not self._busy
+        self._busy = True
+        time.sleep(0.001)
+        self._changed.append(value)
+        self._busy = False
+
+    set = observe = increment
+
+
+def test_threads_take_turns_at_a_metric() -> None:
+    changed: dict[str, list[float]] = {}
+
+    class Family:
+        COUNTER, GAUGE, HISTOGRAM = "COUNTER", "GAUGE", "HISTOGRAM"
+
+        def __init__(self, name: str, description: str, kind: str) -> None:
+            self._changed = changed.setdefault(name, [])
+
+        def Metric(self, **settings: Any) -> LoneMetric:  # noqa: N802  Triton's name
+            return LoneMetric(self._changed, **settings)
+
+    metrics = OrchestratorMetrics(SimpleNamespace(MetricFamily=Family))
+    plan = PrunePlan(
+        np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), 9, "original", 9, Reason.PRUNED
+    )
+    planned: Any = SimpleNamespace(plan=plan, stages={"draft": 0.5, "draft_prefill": 1.0})
+
+    def one(number: int) -> None:
+        metrics.inside(number)
+        metrics.planned(planned)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(40)))
+    assert sorted(changed.pop("specprefill_requests_inside")) == list(range(40))
+    assert changed.pop("specprefill_tokens_saved_total") == [6] * 40
+    assert {name: len(values) for name, values in changed.items()} == {
+        "specprefill_requests_total": 40,
+        "specprefill_keep_rate": 40,
+        "specprefill_draft_seconds": 40,
+    }
 
 
 @pytest.fixture(scope="module")

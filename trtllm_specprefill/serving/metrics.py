@@ -1,10 +1,13 @@
 """What the server counts, on Triton's own Prometheus endpoint.
 
-Families are made through Triton's Python backend, whose module is passed in.
+Families are made through Triton's Python backend, whose module is passed in. It lets go of the
+interpreter's lock while a metric changes, and two threads that change one at once bring the whole
+server down (2.51); so they take turns here.
 """
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
 from trtllm_specprefill.pipeline import Planned
@@ -15,27 +18,21 @@ _DRAFT_STAGES = ("draft_prefill", "look_ahead", "draft")
 
 
 class OrchestratorMetrics:
-    """Requests by reason and in the server, keep rate, draft seconds, tokens saved."""
+    """Requests by reason and in the server, keep rate, draft seconds, tokens saved.
+
+    May be called from several threads.
+    """
 
     def __init__(self, backend: Any) -> None:
-        self._requests = _family(
-            backend, "COUNTER", "specprefill_requests_total", "Requests by reason"
-        )
-        self._by_reason: dict[str, Any] = {}
-        self._keep_rate = _histogram(
+        self._requests = _Counter(backend, "specprefill_requests_total", "Requests by reason")
+        self._keep_rate = _Histogram(
             backend, "specprefill_keep_rate", "Share of the prompt that the target reads", _RATES
         )
-        self._draft = _histogram(
+        self._draft = _Histogram(
             backend, "specprefill_draft_seconds", "Seconds of scoring a prompt", _SECONDS
         )
-        self._saved_family = _family(
-            backend, "COUNTER", "specprefill_tokens_saved_total", "Prompt tokens left out"
-        )
-        self._saved = self._saved_family.Metric(labels={})
-        self._inside_family = _family(
-            backend, "GAUGE", "specprefill_requests_inside", "Requests in the server"
-        )
-        self._inside = self._inside_family.Metric(labels={})
+        self._saved = _Counter(backend, "specprefill_tokens_saved_total", "Prompt tokens left out")
+        self._inside = _Gauge(backend, "specprefill_requests_inside", "Requests in the server")
 
     def inside(self, requests: int) -> None:
         """State how many requests are in the server now."""
@@ -45,42 +42,80 @@ class OrchestratorMetrics:
         """Count a request whose plan goes to the target."""
         plan = planned.plan
         self.ended(plan.reason.value)
-        self._keep_rate[1].observe(plan.keep_rate)
-        self._saved.increment(max(plan.prompt_tokens - int(plan.input_ids.size), 0))
+        self._keep_rate.observe(plan.keep_rate)
+        self._saved.add(max(plan.prompt_tokens - int(plan.input_ids.size), 0))
         seconds = sum(planned.stages.get(stage, 0.0) for stage in _DRAFT_STAGES)
         if "draft" in planned.stages:
-            self._draft[1].observe(seconds)
+            self._draft.observe(seconds)
 
     def ended(self, reason: str) -> None:
         """Count a request under a reason code, or under how it ended before it had one."""
-        if reason not in self._by_reason:
-            self._by_reason[reason] = self._requests.Metric(labels={"reason": reason})
-        self._by_reason[reason].increment(1)
+        self._requests.add(1, reason=reason)
 
 
 class TargetMetrics:
     """Seconds to the first token, and of the target's prefill."""
 
     def __init__(self, backend: Any) -> None:
-        self._ttft = _histogram(
+        self._ttft = _Histogram(
             backend, "specprefill_ttft_seconds", "Seconds to the first token", _SECONDS
         )
-        self._prefill = _histogram(
+        self._prefill = _Histogram(
             backend, "specprefill_target_prefill_seconds", "Seconds of prefill", _SECONDS
         )
 
     def answered(self, report: dict[str, Any]) -> None:
         """Count a finished answer by its report."""
-        self._ttft[1].observe(report["ttft_s"])
-        self._prefill[1].observe(report["stages"]["target_prefill"])
+        self._ttft.observe(report["ttft_s"])
+        self._prefill.observe(report["stages"]["target_prefill"])
 
 
-def _family(backend: Any, kind: str, name: str, words: str) -> Any:
-    kinds = backend.MetricFamily
-    return kinds(name=name, description=words, kind=getattr(kinds, kind))
+class _Family:
+    """One family of metrics, changed by one thread at a time."""
+
+    kind = ""
+
+    def __init__(self, backend: Any, name: str, words: str) -> None:
+        kinds = backend.MetricFamily
+        # Triton wants the family to outlive its metrics.
+        self._family = kinds(name=name, description=words, kind=getattr(kinds, self.kind))
+        self._lock = Lock()
 
 
-def _histogram(backend: Any, name: str, words: str, buckets: list[float]) -> tuple[Any, Any]:
-    """The family and its one metric; Triton wants the family to outlive the metric."""
-    family = _family(backend, "HISTOGRAM", name, words)
-    return family, family.Metric(labels={}, buckets=buckets)
+class _Counter(_Family):
+    kind = "COUNTER"
+
+    def __init__(self, backend: Any, name: str, words: str) -> None:
+        super().__init__(backend, name, words)
+        self._metrics: dict[tuple[tuple[str, str], ...], Any] = {}
+
+    def add(self, amount: int, **labels: str) -> None:
+        key = tuple(labels.items())
+        with self._lock:
+            if key not in self._metrics:
+                self._metrics[key] = self._family.Metric(labels=labels)
+            self._metrics[key].increment(amount)
+
+
+class _Gauge(_Family):
+    kind = "GAUGE"
+
+    def __init__(self, backend: Any, name: str, words: str) -> None:
+        super().__init__(backend, name, words)
+        self._metric = self._family.Metric(labels={})
+
+    def set(self, value: float) -> None:
+        with self._lock:
+            self._metric.set(value)
+
+
+class _Histogram(_Family):
+    kind = "HISTOGRAM"
+
+    def __init__(self, backend: Any, name: str, words: str, buckets: list[float]) -> None:
+        super().__init__(backend, name, words)
+        self._metric = self._family.Metric(labels={}, buckets=buckets)
+
+    def observe(self, value: float) -> None:
+        with self._lock:
+            self._metric.observe(value)
