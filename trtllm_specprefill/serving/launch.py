@@ -75,7 +75,7 @@ def launch_of(
     environment: dict[str, str] = {}
     extra: list[str] = []
     if binary is None:
-        package = _pytriton()
+        package = pytriton_folder()
         binary = str(package / "tritonserver" / "bin" / "tritonserver")
         extra = [f"--backend-directory={_backends(package, progress)}"]
         environment = _environment(package)
@@ -117,7 +117,8 @@ def with_free_ports(settings: ServeSettings) -> ServeSettings:
     return settings.model_copy(update={"ports": Ports(**numbers)})
 
 
-def _pytriton() -> Path:
+def pytriton_folder() -> Path:
+    """Where the package `nvidia-pytriton` is installed; `ServerFailed` when it is not."""
     found = importlib.util.find_spec("pytriton")
     if found is None or not found.submodule_search_locations:
         raise ServerFailed(
