@@ -42,7 +42,7 @@ class TritonPythonModel:
         listen(control, "orchestrator", lambda message: {})
         self.orchestrator = Orchestrator(self.settings, _score, self.tell)
         self.threads = ThreadPoolExecutor(self.limits.requests, "request")
-        self.inside = {}
+        self.inside, self.counting = {}, threading.Lock()
         threading.Thread(target=self._signs_of_life, daemon=True).start()
 
     def execute(self, requests):
@@ -56,7 +56,7 @@ class TritonPythonModel:
                 continue
             entry = _Entry(str(uuid.uuid4()), sender)
             self.inside[entry.id] = entry
-            self.metrics.inside(len(self.inside))
+            self._count()
             self.threads.submit(self._run, request, entry, received)
 
     def _run(self, request, entry, received):
@@ -83,6 +83,10 @@ class TritonPythonModel:
             entry.fail(f"{type(error).__name__}: {error}")
         finally:
             del self.inside[entry.id]
+            self._count()
+
+    def _count(self):
+        with self.counting:  # or an older number could be stated last
             self.metrics.inside(len(self.inside))
 
     def _state(self, request_id, seconds, **asked):
