@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 LOCK := $(firstword $(wildcard requirements-dev-$(VERSION).lock) requirements-dev.lock)
 
-.PHONY: setup demo test test-all lint bench clean
+.PHONY: setup demo test test-all lint bench sweep clean
 
 setup: $(VENV)/ready
 
@@ -31,6 +31,9 @@ lint: setup
 
 bench: setup
 	$(BIN)/python -m perf.bench --out perf/results
+
+sweep: setup
+	$(BIN)/python -m perf.sweep
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
