@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from perf import analyzer
 from trtllm_specprefill import Settings, SpecPrefill
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import InputError
@@ -299,9 +301,24 @@ def test_requests_under_load_are_answered_as_if_alone(
         return whole(grpc, values)[0]
 
     with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(16)))  # buffers and threads come with the first load
+        before, memory = processes(server), resident(server)
         answers = list(pool.map(one, range(64)))
     assert answers == alone * 16
     until(lambda: metric(server, "specprefill_requests_inside") == 0)
+    assert processes(server) == before
+    assert resident(server) < 1.05 * memory
+
+
+def processes(server: Server) -> set[int]:
+    """The server and the processes of its models."""
+    root = psutil.Process(server.pid)
+    return {process.pid for process in [root, *root.children(recursive=True)]}
+
+
+def resident(server: Server) -> int:
+    """Bytes of memory that these hold, memory that they share counted for each."""
+    return sum(psutil.Process(pid).memory_info().rss for pid in processes(server))
 
 
 def test_a_client_that_goes_away_frees_its_place_and_stops_the_work(
@@ -316,6 +333,27 @@ def test_a_client_that_goes_away_frees_its_place_and_stops_the_work(
     until(lambda: metric(server, "specprefill_requests_inside") == 0)
     again, _, _ = whole(grpc, {**values, "max_tokens": 6})
     assert again
+
+
+def test_every_one_of_many_clients_that_go_away_is_noticed(
+    grpc: str, server: Server, prose: str
+) -> None:
+    """Those whose answer has begun and those that wait; none runs on to its 7,000 tokens."""
+    import tritonclient.grpc as client
+
+    values = {**asked(prose, 150), **ENDLESS, "stream": True}
+    clients = [client.InferenceServerClient(grpc) for _ in range(LIMITS.requests)]
+    for one in clients:
+        one.start_stream(lambda result, error: None)
+        one.async_stream_infer("specprefill", inputs_of(values))
+    until(lambda: metric(server, "specprefill_requests_inside") == LIMITS.requests)
+    with pytest.raises(RequestFailed, match="overloaded"):
+        whole(grpc, values)
+    for one in clients:
+        one.stop_stream(cancel_requests=True)
+        one.close()
+    until(lambda: metric(server, "specprefill_requests_inside") == 0)
+    assert whole(grpc, {**asked(prose, 150), "max_tokens": 2})[0]
 
 
 def test_more_requests_than_fit_are_refused_at_once(grpc: str, server: Server, prose: str) -> None:
@@ -384,6 +422,32 @@ def test_the_server_counts_what_it_does(grpc: str, server: Server, prose: str) -
     assert metric(server, "specprefill_tokens_saved_total") == before[1] + saved
     for family in ("keep_rate", "draft_seconds", "ttft_seconds", "target_prefill_seconds"):
         assert metric(server, f"specprefill_{family}_count") > 0
+
+
+def test_perf_analyzer_measures_a_cell_of_the_sweep(grpc: str, prose: str, tmp_path: Path) -> None:
+    """The real one: every request answered, streamed, its report read and its times in order."""
+    values = asked(prose, 300)
+    requests = [
+        {
+            "messages": json.dumps(question(prose, 300, at)),
+            "specprefill": json.dumps(values["specprefill"]),
+            "max_tokens": 4,
+            "stream": True,
+        }
+        for at in (0, 4000)
+    ]
+    seen = analyzer.load(analyzer.find(print), grpc, requests, 2, 4)
+    assert len(seen) == 4
+    assert {one.inputs["messages"] for one in seen} == {own["messages"] for own in requests}
+    for one in seen:
+        assert one.report["reason"] == "pruned"
+        assert len(one.arrivals) == one.report["output_tokens"] == 4
+        assert list(one.arrivals) == sorted(one.arrivals)
+        assert 0 < one.report["ttft_s"] <= one.ttft_s
+        assert one.text
+    bad = [{**requests[0], "max_tokens": -1}]
+    with pytest.raises(analyzer.AnalyzerFailed, match="max_tokens: -1"):
+        analyzer.load(analyzer.find(print), grpc, bad, 1, 1)
 
 
 def test_a_port_in_use_is_named(served: ServeSettings, server: Server, tmp_path: Path) -> None:

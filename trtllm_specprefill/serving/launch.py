@@ -245,6 +245,11 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)  # whatever did not go by itself
         self._process.wait()
 
+    @property
+    def pid(self) -> int:
+        """The server's process; those of its models are its children."""
+        return self._process.pid
+
     def model_ready(self, model: str) -> bool:
         """Whether a model takes requests."""
         return self._call(f"v2/models/{model}/ready") is not None
