@@ -81,7 +81,7 @@ def sweep(
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Settings of the server to start, as YAML.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("perf/results/sweep"),
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("build/sweep"),
 ) -> None:
     """Measure what is not measured yet; write JSON, CSV, plots and a report."""
     for rate in keep:
