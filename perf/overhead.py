@@ -24,6 +24,7 @@ from trtllm_specprefill.evaluation.report import command, machine
 from trtllm_specprefill.models import load_model
 from trtllm_specprefill.pipeline import SpecPrefill
 from trtllm_specprefill.serving.client import server_facts, stream
+from trtllm_specprefill.serving.settings import ServeSettings
 from trtllm_specprefill.target.torch import TorchTarget
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -54,9 +55,7 @@ def overhead(
     arms = {rate: knobs(rate, positions) for rate in keep}
     with running(url, config, _say) as address:
         served, triton = server_facts(address)
-        if served.target.backend != "torch":
-            raise InputError("target.backend", served.target.backend, "torch: both run it")
-        own = _library(served.draft, served.target)
+        own = _library(served)
         asked = prompts(own.target.tokenizer, tokens, 1, seed)
         cells = [
             _cell(address, own, asked[length][0][1], rate, arm, rounds)
@@ -83,10 +82,13 @@ def overhead(
     print(f"written to {path}")
 
 
-def _library(draft: Any, target: Any) -> SpecPrefill:
+def _library(served: ServeSettings) -> SpecPrefill:
     """The served models in this process."""
+    draft, target = served.draft, served.target
+    if (draft.backend, target.backend) != ("torch", "torch"):
+        raise InputError("backend", (draft.backend, target.backend), "torch for both")
     model = load_model(target.model, target.dtype, target.device, _say)
-    same = draft == target.model_copy(update={"backend": "torch"})
+    same = all(getattr(draft, n) == getattr(target, n) for n in ("model", "dtype", "device"))
     scorer = model if same else load_model(draft.model, draft.dtype, draft.device, _say)
     return SpecPrefill(TorchDraft(scorer), TorchTarget(model))
 

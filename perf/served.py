@@ -15,6 +15,7 @@ from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import Case, cases
 from trtllm_specprefill.fetch import Progress
 from trtllm_specprefill.prompt import ask
+from trtllm_specprefill.serving.client import server_facts
 from trtllm_specprefill.serving.launch import Server, launch_of, with_free_ports
 from trtllm_specprefill.serving.repository import render
 from trtllm_specprefill.serving.settings import ServeSettings
@@ -27,17 +28,21 @@ OFF = "off"  # the keep rate of prompts that are answered in full
 def running(url: str | None, config: Path | None, progress: Progress) -> Iterator[str]:
     """The gRPC address of a running server, or of one that is started and stopped here.
 
-    url: host:port. config: settings of a server to start, the defaults when None; its ports are
-    free ones. Raises `InputError` when both are given.
+    url: host:port. config: settings of a server to start, the defaults when None. Its ports are
+    free ones, and its draft keeps nothing between requests: prompts are sent more than once.
+    Raises `InputError` when both are given, or the running server's draft keeps something.
     """
     if url is not None:
         if config is not None:
             raise InputError("--config", str(config), "no --config with --url: that server runs")
+        if keeps := server_facts(url)[0].draft.cache_mib:
+            raise InputError("draft.cache_mib", keeps, "0: known prompts would not be scored")
         yield url
         return
     settings = ServeSettings() if config is None else ServeSettings.read(config)
     free = settings.ports.model_copy(update={"http": 0, "grpc": 0, "metrics": 0})
-    settings = with_free_ports(settings.model_copy(update={"ports": free}))
+    draft = settings.draft.model_copy(update={"cache_mib": 0})
+    settings = with_free_ports(settings.model_copy(update={"ports": free, "draft": draft}))
     folder = Path(tempfile.mkdtemp(prefix="specprefill-"))  # short: it holds sockets
     try:
         launch = launch_of(settings, render(settings, folder), (), progress)
