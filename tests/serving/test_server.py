@@ -61,7 +61,8 @@ def served() -> ServeSettings:
 @pytest.fixture(scope="module")
 def server(served: ServeSettings) -> Any:
     folder = Path(tempfile.mkdtemp(prefix="specprefill-"))  # short: it holds sockets
-    launch = launch_of(served, render(served, folder), (), print)
+    trace = (f"--trace-config=triton,file={folder}/trace", "--trace-config=level=OFF")
+    launch = launch_of(served, render(served, folder), trace, print)
     with Server(launch, served.ports, folder) as running:
         running.wait_ready(print)
         yield running
@@ -383,7 +384,7 @@ def test_without_its_draft_the_server_answers_in_full_and_prunes_again_later(
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(whole, grpc, asked(prose, 3000))
         time.sleep(0.5)  # somewhere in the middle; wherever it is, the outcome is one of two
-        os.kill(process_of("draft"), signal.SIGKILL)
+        os.kill(process_of(server, "draft"), signal.SIGKILL)
         _, report, _ = answer.result()
     assert report["reason"] in ("draft_failed", "pruned")
     try:
@@ -395,15 +396,10 @@ def test_without_its_draft_the_server_answers_in_full_and_prunes_again_later(
     assert whole(grpc, values)[0] == expected
 
 
-def process_of(model: str) -> int:
-    """The process of a Python model: Triton names its model folder on the command line."""
-    listed = subprocess.run(
-        ["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True
-    )
-    lines = [line.split(None, 1) for line in listed.stdout.splitlines()]
-    return next(
-        int(pid) for pid, args in lines if "backend_stub" in args and f"models/{model}/1" in args
-    )
+def process_of(server: Server, model: str) -> int:
+    """A process of a Python model: Triton names its model folder on the command line."""
+    children = psutil.Process(server.pid).children(recursive=True)
+    return next(c.pid for c in children if f"models/{model}/1" in " ".join(c.cmdline()))
 
 
 def test_the_time_a_draft_may_take_grows_with_the_prompt() -> None:
@@ -448,6 +444,50 @@ def test_perf_analyzer_measures_a_cell_of_the_sweep(grpc: str, prose: str, tmp_p
     bad = [{**requests[0], "max_tokens": -1}]
     with pytest.raises(analyzer.AnalyzerFailed, match="max_tokens: -1"):
         analyzer.load(analyzer.find(print), grpc, bad, 1, 1)
+
+
+def test_a_trace_holds_every_step_of_a_request(
+    grpc: str, server: Server, prose: str, tmp_path: Path
+) -> None:
+    import tritonclient.grpc as client
+
+    with client.InferenceServerClient(grpc) as connection:
+        wanted = {"trace_level": ["TIMESTAMPS"], "trace_rate": "1", "trace_count": "1"}
+        connection.update_trace_settings("specprefill", {**wanted, "log_frequency": "1"})
+        whole(grpc, {**asked(prose, 300), "max_tokens": 2})
+        connection.update_trace_settings("specprefill", {"trace_level": ["OFF"]})
+    written = list(server.log.parent.glob("trace*"))
+    told = [entry for file in written for entry in json.loads(file.read_text())]
+    named = {entry["id"]: entry["model_name"] for entry in told if "model_name" in entry}
+    parents = {entry["id"]: entry.get("parent_id") for entry in told if "model_name" in entry}
+    (root,) = (one for one, model in named.items() if model == "specprefill")
+    steps = {model for one, model in named.items() if parents[one] == root}
+    assert steps >= {"orchestrator", "target"}
+
+
+def test_many_plain_calls_at_once_are_answered_each(grpc: str, prose: str) -> None:
+    values = [{**asked(prose, 100, at), "max_tokens": 2} for at in (0, 3000, 6000, 9000)]
+    alone = [whole(grpc, own)[0] for own in values]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda n: infer(grpc, values[n % 4])[0], range(40)))
+    assert answers == alone * 10
+
+
+def test_plain_calls_are_answered_again_when_their_processes_died(
+    grpc: str, server: Server, prose: str
+) -> None:
+    values = {**asked(prose, 100), "max_tokens": 2}
+    expected, _ = infer(grpc, values)
+    os.kill(process_of(server, "specprefill_infer"), signal.SIGKILL)
+
+    def answered() -> bool:
+        try:
+            return infer(grpc, values)[0] == expected
+        except RequestFailed as error:
+            assert str(error).startswith(grpc)  # noqa: PT017  either may happen
+            return False
+
+    until(lambda: all(answered() for _ in range(4)))
 
 
 def test_a_port_in_use_is_named(served: ServeSettings, server: Server, tmp_path: Path) -> None:

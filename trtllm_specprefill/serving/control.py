@@ -2,7 +2,8 @@
 
 A model that is working cannot be asked anything through Triton, unless it is decoupled; and
 calls of decoupled models from several threads at once bring Triton's Python backend down
-(2.51). So each model listens on a socket in a folder of the server's own: JSON in, JSON out.
+(2.51). So each model listens on a socket in a folder of the server's own: JSON in, JSON out. A
+model of several processes has one for each, `model.0` and so on.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any
 
 from trtllm_specprefill.errors import InputError, TargetFailed
 
-_LONGEST = 100  # characters of a socket's path; Linux takes 107
+_LONGEST = 107 - len("/specprefill_infer.999")  # characters of a folder; Linux bounds the whole
 
 
 def check_folder(folder: Path) -> None:
     """Raise `InputError` unless sockets can be made in `folder`."""
-    if len(str(folder)) + len("/orchestrator") > _LONGEST:
-        raise InputError("repository", str(folder), f"a path of at most {_LONGEST - 13} characters")
+    if len(str(folder)) > _LONGEST:
+        raise InputError("repository", str(folder), f"a path of at most {_LONGEST} characters")
 
 
 def listen(folder: Path, model: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -43,6 +44,11 @@ def listen(folder: Path, model: str, answer: Callable[[dict[str, Any]], dict[str
                 threading.Thread(target=serve, args=(listener.accept(),), daemon=True).start()
 
     threading.Thread(target=accept, name="control", daemon=True).start()
+
+
+def listeners(folder: Path, model: str) -> list[str]:
+    """The names under which the processes of `model` listen, or did until they died."""
+    return [path.name for path in folder.iterdir() if path.name.partition(".")[0] == model]
 
 
 def tell(folder: Path, model: str, message: dict[str, Any]) -> dict[str, Any]:

@@ -26,13 +26,14 @@ from typing_extensions import Self
 
 from trtllm_specprefill.errors import InputError, SpecPrefillError
 from trtllm_specprefill.fetch import Progress, build_once, cache_folder
-from trtllm_specprefill.serving.control import tell
+from trtllm_specprefill.serving.control import listeners, tell
 from trtllm_specprefill.serving.ranks import Rank, World, ranks_of, started_by
 from trtllm_specprefill.serving.repository import CONTROL, MODELS
 from trtllm_specprefill.serving.settings import Ports, ServeSettings
 
 _INSTALLED = Path("/opt/tritonserver/bin/tritonserver")  # where NVIDIA's images have it
 _EXIT_SECONDS = 10
+_WATCHED = ("draft", "target", "orchestrator", "specprefill_infer")  # have processes
 _LOOK = 1.0  # seconds between two looks at whether the models are up
 
 
@@ -257,7 +258,7 @@ class Server:
     def _keep_up(self) -> None:
         """Load again what has died. Triton leaves a model alone whose process was killed."""
         while not self._stopping.wait(_LOOK):
-            for model in ("draft", "target", "orchestrator"):
+            for model in _WATCHED:
                 if self._alive(model) or self._process.poll() is not None:
                     continue
                 if model == "target" and not self._alone:
@@ -270,12 +271,15 @@ class Server:
                         break
 
     def _alive(self, model: str) -> bool:
-        """Whether a model's process listens: Triton calls a model ready whose process died."""
+        """Whether a model's processes listen: Triton calls a model ready whose process died."""
+        control = self._folder / CONTROL
+        found = listeners(control, model)
         try:
-            tell(self._folder / CONTROL, model, {"message": "ping"})
+            for name in found:
+                tell(control, name, {"message": "ping"})
         except SpecPrefillError:
             return False
-        return True
+        return bool(found)
 
     def _call(self, path: str, body: bytes | None = None) -> bytes | None:
         url = f"http://{self.ports.host}:{self.ports.http}/{path}"

@@ -26,6 +26,7 @@ def render(settings: ServeSettings, folder: Path) -> Path:
     """
     out, control = folder / "models", (folder / CONTROL).absolute()
     check_folder(control)
+    shutil.rmtree(control, ignore_errors=True)  # sockets of a server that was here before
     control.mkdir(parents=True, exist_ok=True)
     control.chmod(0o700)
     values = {
