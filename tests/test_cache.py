@@ -87,6 +87,22 @@ def test_of_a_conversation_that_grows_only_the_new_windows_are_read() -> None:
     assert read < 0.5 * windows.tokens.size
 
 
+def test_a_marker_that_changes_every_turn_costs_the_windows_that_hold_it() -> None:
+    """19: a token budget told near the end makes each prompt new, and must not make it cold."""
+    model, ids = random_model("llama"), fresh_ids(2200)
+    other = ids.copy()
+    other[2140:2160] = fresh_ids(20)
+    question = np.arange(2170, 2200)
+    cold, warm = TorchDraft(model, ROOM), TorchDraft(model, ROOM)
+    expected = cold.score(other, ASKED, question)
+    whole = cold.windows(2200, ASKED, question).tokens.size
+    warm.score(ids, ASKED, question)
+    known: list[Any] = []
+    read = fed_by(model, lambda: known.append(warm.score(other, ASKED, question)))
+    np.testing.assert_array_equal(known[0].scores, expected.scores)
+    assert read < 0.5 * whole
+
+
 def test_a_draft_keeps_no_more_than_it_is_told_to() -> None:
     model, ids = random_model("llama"), fresh_ids(2100)
     expected = TorchDraft(model, ROOM).score(ids, ASKED).scores

@@ -422,7 +422,7 @@ def test_the_server_counts_what_it_does(grpc: str, server: Server, prose: str) -
 
 def test_perf_analyzer_measures_a_cell_of_the_sweep(grpc: str, prose: str, tmp_path: Path) -> None:
     """The real one: every request answered, streamed, its report read and its times in order."""
-    values = asked(prose, 300)
+    values = asked(prose, 300, keep=0.6)
     requests = [
         {
             "messages": json.dumps(question(prose, 300, at)),
