@@ -43,17 +43,18 @@ def batching(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")] = 5,
     out: Annotated[Path, typer.Option(help="Folder of the JSON result.")] = Path("perf/results"),
 ) -> None:
-    """Measure, print a line for each cell, and write `batching.json`."""
-    cells = []
+    """Measure, print each cell, and write `batching.json`, anew after each."""
+    report: dict[str, Any] = {"command": command(), "machine": machine(), "target": target}
+    cells: list[dict[str, Any]] = []
+    out.mkdir(parents=True, exist_ok=True)
     for kind in dtype:
         model = load_model(target, kind)
         for tokens in kept:
             for count in answers:
                 cells.append({"dtype": kind, **_cell(model, tokens, count, steps, rounds)})
                 _screen.print(cells[-1], style="dim", markup=False)
-    report = {"command": command(), "machine": machine(), "target": target, "cells": cells}
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "batching.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+                text = json.dumps(report | {"cells": cells}, indent=1)
+                (out / "batching.json").write_text(text + "\n", "utf-8")
 
 
 @torch.inference_mode()

@@ -190,7 +190,6 @@ def _page(results: dict[str, Any], table: list[dict[str, Any]]) -> str:
     configuration = results["configuration"]
     machine, served = configuration["machine"], configuration["served"]
     versions = ", ".join(f"{name} {v}" for name, v in configuration["versions"].items())
-    rounds = len({piece["round"] for piece in results["pieces"]})
     lines = [
         "# Sweep",
         "",
@@ -202,8 +201,8 @@ def _page(results: dict[str, Any], table: list[dict[str, Any]]) -> str:
         f"- {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB,"
         f" accelerator {machine['accelerator'] or 'none'}.",
         f"- {versions}, torch {machine['torch']}, transformers {machine['transformers']}.",
-        f"- {rounds} rounds of {configuration['requests']} requests to every cell, dense and"
-        " pruned in turn. TTFT is the client's, draft and all.",
+        f"- Rounds of {configuration['requests']} requests to every cell, dense and pruned in turn."
+        " TTFT is the client's, draft and all.",
         "",
         "| tokens | at a time | keep | kept tokens | requests | TTFT p50, s | p90 | p99 | dense /"
         " this | token gap, ms | requests/s | tokens/s | facts told |",
@@ -219,7 +218,11 @@ def _page(results: dict[str, Any], table: list[dict[str, Any]]) -> str:
             f" {c['requests_per_s']:.2f} | {c['tokens_per_s']:.1f} | {c['right']:.2f} |"
         )
     odd = [c for c in table if set(c["reasons"]) - {"disabled" if c["keep"] == "off" else "pruned"}]
-    lines += [f"\n{c['tokens']} tokens, {_said(c['keep'])}: reasons {c['reasons']}." for c in odd]
+    for c in odd:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in c["reasons"].items())
+        lines.append(
+            f"\n{c['tokens']} tokens, {_said(c['keep'])}, {c['concurrency']} at a time: {reasons}."
+        )
     for name, words in (
         ("ttft_by_length", "TTFT against prompt length"),
         ("ttft_by_rate", "TTFT against request rate"),

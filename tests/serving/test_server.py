@@ -124,25 +124,29 @@ def test_a_streamed_answer_holds_the_fact_and_is_the_librarys_own(
 ) -> None:
     values = asked(prose, 900)
     whole(grpc, {**values, "max_tokens": 2})  # the first request finds things to load
-    begin = time.time()
-    ttft, pieces, report = 0.0, [], None
-    for text, report in stream(grpc, values):  # noqa: B007
-        ttft = ttft or time.time() - begin
-        pieces.append(text)
+    unexplained = []
+    for _ in range(3):  # a busy machine may keep one client waiting for its turn
+        begin = time.perf_counter()
+        ttft, pieces, report = 0.0, [], None
+        for text, report in stream(grpc, values):  # noqa: B007
+            ttft = ttft or time.perf_counter() - begin
+            pieces.append(text)
+        assert report is not None
+        stages = {k: v for k, v in report["stages"].items() if k != "decode"}
+        unexplained.append(ttft - sum(stages.values()))
     own = SpecPrefill(TorchDraft(smollm2), TorchTarget(smollm2)).generate(
         question(prose, 900), max_tokens=16, keep=0.3, **KNOBS
     )
     assert "7391846" in "".join(pieces)
     assert "".join(pieces) == own.text
-    assert report is not None
     assert report["reason"] == "pruned"
     assert report["kept_tokens"] == own.plan.input_ids.size
     assert len(pieces) > 4
     # 23: the TTFT that is reported is the client's, draft and all, and the stages explain it.
-    stages = {k: v for k, v in report["stages"].items() if k != "decode"}
     assert {"queue", "draft_queue", "draft_prefill", "target_queue", "target_prefill"} <= {*stages}
     assert sum(stages.values()) == pytest.approx(report["ttft_s"], rel=0.05)
     assert report["ttft_s"] <= ttft
+    assert min(map(abs, unexplained)) < 0.05 * ttft
 
 
 def test_every_way_to_ask_gives_the_same_answer_and_selection(
@@ -469,8 +473,8 @@ def test_many_plain_calls_at_once_are_answered_each(grpc: str, prose: str) -> No
     values = [{**asked(prose, 100, at), "max_tokens": 2} for at in (0, 3000, 6000, 9000)]
     alone = [whole(grpc, own)[0] for own in values]
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda n: infer(grpc, values[n % 4])[0], range(40)))
-    assert answers == alone * 10
+        answers = list(pool.map(lambda n: infer(grpc, values[n % 4])[0], range(24)))
+    assert answers == alone * 6
 
 
 def test_plain_calls_are_answered_again_when_their_processes_died(
