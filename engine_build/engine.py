@@ -230,7 +230,7 @@ def _monitor(trt: Any, progress: Progress) -> Any:
 
         def step_complete(self, phase_name: str, step: int) -> bool:
             steps = self._open.get(phase_name, 0)
-            if steps >= 10 and step and step % (steps // 10) == 0:
+            if steps >= 20 and step and step % (steps // 10) == 0:
                 self._say(f"{phase_name}: {step} of {steps}")
             return not self.interrupted
 

@@ -1,4 +1,4 @@
-"""FP8 for the draft: ranges measured by modelopt, and e4m3 Q/DQ around the linear layers of its ONNX.
+"""FP8 for the draft: ranges measured by modelopt, e4m3 Q/DQ around its linear layers in ONNX.
 
 modelopt's FP8 recipe (NVIDIA/Model-Optimizer) has one scale a tensor, for what enters a linear
 layer and for its weights: the largest magnitude seen, over 448. Embedding, norms, attention,
@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from engine_build.graph import MODULES
 from engine_build.scoring_model import ScoringModel
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.fetch import Progress
@@ -30,7 +31,6 @@ from trtllm_specprefill.fetch import Progress
 E4M3_MAX = 448.0
 SEQUENCES, LENGTH = 16, 512  # of calibration, in prompts and tokens
 _QUANTISED = "decoder."  # what is quantised of a `ScoringModel`
-_SCOPES = "pkg.torch.onnx.name_scopes"  # torch's exporter: the modules that a node comes from
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _watching(
 def linear_in_fp8(
     x: torch.Tensor, weight: torch.Tensor, activation_range: float, weight_range: float
 ) -> torch.Tensor:
-    """What the Q/DQ of the ONNX compute, in float32: x `[..., K]`, weight `[N, K]` -> `[..., N]`."""
+    """What the Q/DQ in the ONNX compute: x `[..., K]`, weight `[N, K]` -> float32 `[..., N]`."""
     return torch.nn.functional.linear(
         _rounded(x, scale_of(activation_range)), _rounded(weight, scale_of(weight_range))
     )
@@ -325,7 +325,7 @@ class _Insertion:
 
 def _layer_of(node: onnx.NodeProto) -> str:
     """Name of the module that the node is the operator of."""
-    scopes = [p.value for p in node.metadata_props if p.key == _SCOPES]
+    scopes = [p.value for p in node.metadata_props if p.key == MODULES]
     modules = ast.literal_eval(scopes[0]) if scopes else []
     return str(modules[-2]) if len(modules) > 1 else ""
 
