@@ -8,30 +8,22 @@ a plugin, so a graph that holds one is refused before.
 
 from __future__ import annotations
 
-import importlib
-import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import onnx
 
 from engine_build.commands import BuildFailed
+from trtllm_specprefill.draft.tensorrt import EngineRuntime
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.fetch import Progress
 
-EngineRuntime = Literal["tensorrt", "tensorrt-rtx"]
 Span = tuple[int, int, int]
 """Smallest, usual and largest size of a dimension."""
 
 PLUGIN_MARK = "plugin_namespace"  # the attribute by which NVIDIA's parser knows a plugin's node
-OLDEST = (10, 14)  # of TensorRT, the first whose plugins can be compiled ahead of time
-_INSTALL = {
-    "tensorrt": "pip install tensorrt (from NVIDIA's index), on the GPU it is built for",
-    "tensorrt-rtx": "pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings",
-}
 
 
 @dataclass(frozen=True)
@@ -40,33 +32,6 @@ class Profile:
 
     name: str
     spans: dict[str, Span]
-
-
-def load_bindings(runtime: EngineRuntime) -> Any:
-    """The module `tensorrt`, or that of TensorRT for RTX.
-
-    Raises `InputError` where it is not installed, or too old.
-    """
-    names = {"tensorrt": ["tensorrt"], "tensorrt-rtx": ["tensorrt_rtx", "tensorrt_rtx_bindings"]}
-    for name in names[runtime]:
-        if name == "tensorrt_rtx_bindings":
-            with suppress(ImportError):  # loads the native libraries that the bindings need
-                importlib.import_module("tensorrt_rtx_libs")
-        try:
-            bindings = importlib.import_module(name)
-        except ImportError as error:
-            why = error
-            continue
-        if runtime == "tensorrt" and version_of(bindings) < OLDEST:
-            oldest = ".".join(map(str, OLDEST))
-            raise InputError("runtime", f"tensorrt {bindings.__version__}", f"{oldest} or later")
-        return bindings
-    raise InputError("runtime", runtime, f"{_INSTALL[runtime]} ({why})") from None
-
-
-def version_of(bindings: Any) -> tuple[int, ...]:
-    """Major and minor version."""
-    return tuple(int(part) for part in re.findall(r"\d+", bindings.__version__)[:2])
 
 
 def build_engine(
