@@ -99,6 +99,15 @@ def save_graph(program: torch.onnx.ONNXProgram, path: Path) -> None:
     program.save(path, external_data=size > _ONE_FILE)
 
 
+def save_model(model: onnx.ModelProto, path: Path) -> None:
+    """The same for a graph that was changed since; empties `model` of what it writes beside it."""
+    weights = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+    if weights <= _ONE_FILE:
+        onnx.save(model, path)
+    else:
+        onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data")
+
+
 def importance_function(pool: int, causal: bool) -> onnx.FunctionProto:
     """`specprefill::importance_layer` in standard operators, for one pooling width and mask.
 

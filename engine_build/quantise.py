@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -120,10 +120,12 @@ def calibrate(
     with redirect_stdout(io.StringIO()):  # it tells what it registers
         mtq.quantize(model, mtq.FP8_DEFAULT_CFG, lambda _: run("calibration"))
     # A layer behind the last scores is never run, and has no range of what enters it.
+    decoder: Any = model.decoder
+    layers: list[tuple[str, Any]] = list(decoder.named_modules(prefix="decoder"))
     found = {
         name: (layer, float(layer.input_quantizer.amax), float(layer.weight_quantizer.amax))
-        for name, layer in model.decoder.named_modules(prefix="decoder")
-        if isinstance(layer, torch.nn.Linear) and layer.input_quantizer.amax is not None
+        for name, layer in layers
+        if hasattr(layer, "input_quantizer") and layer.input_quantizer.amax is not None
     }
     with _watching(found) as squares:
         run("error of each layer")
@@ -147,7 +149,7 @@ def _prompt_inputs(model: ScoringModel, ids: torch.Tensor) -> list[torch.Tensor]
 
 @contextmanager
 def _watching(
-    layers: dict[str, tuple[torch.nn.Module, float, float]],
+    layers: Mapping[str, tuple[torch.nn.Module, float, float]],
 ) -> Iterator[dict[str, list[float]]]:
     """For each layer, sums of squares: of what FP8 changes in its products, and of these."""
     sums = {name: [0.0, 0.0] for name in layers}

@@ -39,8 +39,8 @@ class Product:
 class Stages:
     """The stages of one output folder, which this process alone writes; see `opened`."""
 
-    def __init__(self, folder: Path, progress: Progress) -> None:
-        self._folder, self._progress = folder, progress
+    def __init__(self, folder: Path, last: str, progress: Progress) -> None:
+        self._folder, self._last, self._progress = folder, last, progress
         self._record = _read(folder / RECORD)
 
     def make(self, stage: str, inputs: Mapping[str, Any], build: Callable[[Path], None]) -> Product:
@@ -60,6 +60,7 @@ class Stages:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir()
             build(work)
+            (self._folder / self._last).unlink(missing_ok=True)
             files = self._settle(work, known["files"] if known else {})
             self._record[stage] = {"inputs": key, "files": files}
             self._write_record()
@@ -70,6 +71,18 @@ class Stages:
         finally:
             shutil.rmtree(work, ignore_errors=True)
         return Product(files, made=True)
+
+    def finish(self, write: Callable[[Path], None]) -> None:
+        """Let `write` put the last file into the folder, now that everything else is there."""
+        work = self._folder / _WORK
+        try:
+            work.mkdir(exist_ok=True)
+            write(work)
+            (work / self._last).replace(self._folder / self._last)
+        except OSError as error:
+            raise BuildFailed(
+                f"{self._last}: cannot be written to {self._folder}: {error.strerror or error}"
+            ) from error
 
     def _intact(self, files: Mapping[str, str]) -> bool:
         paths = {self._folder / name: expected for name, expected in files.items()}
@@ -96,8 +109,12 @@ class Stages:
 
 
 @contextmanager
-def opened(folder: Path, progress: Progress) -> Iterator[Stages]:
-    """The stages of `folder`, made if need be; raises `InputError` while another build has it."""
+def opened(folder: Path, last: str, progress: Progress) -> Iterator[Stages]:
+    """The stages of `folder`, which is made if need be.
+
+    last: the file that says that the build is whole; taken away before another is replaced.
+    Raises `InputError` while another build has the folder.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / _LOCK, timeout=0)
@@ -107,10 +124,13 @@ def opened(folder: Path, progress: Progress) -> Iterator[Stages]:
     except OSError as error:
         raise InputError("out", str(folder), f"a folder to write to ({error.strerror})") from None
     try:
-        yield Stages(folder, progress)
+        yield Stages(folder, last, progress)
     finally:
         shutil.rmtree(folder / _WORK, ignore_errors=True)
+        (folder / _LOCK).unlink(missing_ok=True)
         lock.release()
+        with suppress(OSError):  # of a build that has made nothing, nothing is left
+            folder.rmdir()
 
 
 def digest(values: Any) -> str:

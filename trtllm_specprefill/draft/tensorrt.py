@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -99,7 +99,7 @@ class CudaMemory:
         if not torch.cuda.is_available():
             raise InputError("device", device, "a GPU, which torch does not see here")
         self._device = torch.device(device)
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self.stream = int(self._stream.cuda_stream)
         major, minor = torch.cuda.get_device_capability(self._device)
         self.capability = 10 * major + minor
@@ -166,7 +166,7 @@ class TensorRTEngine(Engine):
 
     def read(self, input_ids: Ids, position_ids: Ids, lengths: Lengths, voters: Lengths) -> Scores:
         """See `Engine.read`."""
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             "input_ids": input_ids,
             "position_ids": position_ids,
             "lengths": lengths,
@@ -187,9 +187,9 @@ class TensorRTEngine(Engine):
     def run(
         self,
         profile: int,
-        arrays: dict[str, NDArray[Any]],
-        bound: dict[str, tuple[int, tuple[int, ...]]],
-        results: dict[str, tuple[int, ...]],
+        arrays: Mapping[str, NDArray[Any]],
+        bound: Mapping[str, tuple[int, tuple[int, ...]]],
+        results: Mapping[str, tuple[int, ...]],
     ) -> list[NDArray[Any]]:
         """One call of the engine.
 
@@ -296,12 +296,12 @@ class _TensorRTPass(Pass):
         if not self._engine.is_current(self):
             raise DraftFailed("another prompt has taken the engine's keys and values")
         batch, tokens = input_ids.shape
-        bound = {}
+        bound: dict[str, tuple[int, tuple[int, ...]]] = {}
         for name, tensor in self._buffers.caches[self._read].items():
             bound[f"past_{name}"] = (tensor.data_ptr(), self._shape)
         for name, tensor in self._buffers.caches[1 - self._read].items():
             bound[f"present_{name}"] = (tensor.data_ptr(), self._shape)
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             "input_ids": input_ids,
             "position_ids": position_ids,
             "lengths": lengths,
