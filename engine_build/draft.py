@@ -178,10 +178,9 @@ class _Work:
         assert self._build.runtime != "onnx"
         return load_bindings(self._build.runtime)
 
-    @cached_property
-    def _exact(self) -> Model:
-        """The model in float32, for ranges and figures."""
-        return load_model(self._build.model, "float32", "cpu", self._progress)
+    def _loaded(self, dtype: str) -> Model:
+        """The model, anew each time: quantizers stay in one, and two fill the memory."""
+        return load_model(self._build.model, dtype, "cpu", self._progress)
 
     @property
     def positions(self) -> int:
@@ -212,14 +211,9 @@ class _Work:
             layers=self.layers,
             heads=None if self._build.heads is None else read_heads(self._build.heads),
             pool=defaults.pool,
-            queries=defaults.window,
+            queries=1 + defaults.look_ahead if mode == "lookahead" else defaults.window,
             votes=VOTES[mode],
         )
-
-    @property
-    def steps(self) -> int:
-        """Most tokens that look-ahead decodes."""
-        return Settings().look_ahead if self._build.mode == "lookahead" else 0
 
     @property
     def dtype(self) -> str:
@@ -271,7 +265,7 @@ class _Work:
             }
             make("engine", engine, self._engine)
         probe = {**model, "precision": self._build.precision, "code": _code(engine_build)}
-        make("probe", {**probe, "limits": [self.max_tokens, self.steps]}, self._probe)
+        make("probe", {**probe, "max_tokens": self.max_tokens}, self._probe)
         served = products["graph" if self._build.runtime == "onnx" else "engine"].files
         manifest = self._manifest(served, calibrated)
         stages.finish(manifest.write)
@@ -284,7 +278,7 @@ class _Work:
 
     def _calibrate(self, folder: Path, text: str) -> None:
         prompts = calibration_prompts(self.tokenizer, text)
-        module = ScoringModel(self._exact, self.scoring).eval()
+        module = ScoringModel(self._loaded("float32"), self.scoring).eval()
         found = calibrate(module, prompts, text_digest(text), self._progress)
         worst = max(found.ranges.items(), key=lambda item: item[1].error)
         self._progress(f"largest relative error of a layer: {worst[1].error:.3f}, {worst[0]}")
@@ -292,10 +286,8 @@ class _Work:
 
     def _graph(self, folder: Path) -> None:
         build = self._build
-        exact = self.dtype == "float32"
-        model = self._exact if exact else load_model(build.model, self.dtype, "cpu")
         self._progress(f"torch exports {self.layers} layers in {self.dtype}")
-        made: onnx.ModelProto = export_draft(model, self.scoring).model_proto
+        made: onnx.ModelProto = export_draft(self._loaded(self.dtype), self.scoring).model_proto
         if build.precision == "fp8":
             text = (build.out / CALIBRATION).read_text(encoding="utf-8")
             names = insert_fp8(made, Calibration.of_json(json.loads(text)).ranges)
@@ -342,7 +334,7 @@ class _Work:
     def _probe(self, folder: Path) -> None:
         self._progress("torch scores the probe")
         probe = probe_of(
-            self._exact, self.scoring, self._build.precision, self.steps, self.max_tokens
+            self._loaded("float32"), self.scoring, self._build.precision, self.max_tokens
         )
         (folder / PROBE).write_text(probe.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
@@ -374,7 +366,7 @@ class _Work:
             layers=scoring.layers,
             heads=scoring.heads,
             pool=scoring.pool,
-            queries=scoring.queries if build.mode == "window" else 1 + self.steps,
+            queries=scoring.queries,
             votes=scoring.votes,
             max_tokens=self.max_tokens,
             max_batch=build.max_batch,

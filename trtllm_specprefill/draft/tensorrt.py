@@ -143,7 +143,9 @@ class TensorRTEngine(Engine):
         memory: Memory | None = None,
     ) -> None:
         """Load it onto `device`, `cuda` or `cuda:N`. memory: in the place of the GPU's."""
-        runtime: EngineRuntime = "tensorrt" if manifest.runtime == "tensorrt" else "tensorrt-rtx"
+        if manifest.runtime == "onnx":
+            raise EngineRefused("runtime", "onnx", "tensorrt or tensorrt-rtx")
+        runtime = manifest.runtime
         self._trt = trt = load_bindings(runtime)
         manifest.check_field(
             f"versions.{runtime}", trt.__version__, "the version that is installed here"
