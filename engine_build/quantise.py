@@ -102,8 +102,8 @@ def calibrate(
 ) -> Calibration:
     """Ranges of the linear layers that `model` runs, by their names in it; lm_head has none.
 
-    model: float32; gets modelopt's quantizers and is of no further use. prompts: int64 token
-    ids. text: the digest of what they are from. Raises `InputError` without modelopt.
+    model: float32; its decoder gets modelopt's quantizers, so it is of no further use. prompts:
+    int64 token ids. text: the digest of what they are from. Raises `InputError` without modelopt.
     """
     try:
         import modelopt.torch.quantization as mtq
@@ -118,7 +118,7 @@ def calibrate(
                 model(*_prompt_inputs(model, torch.from_numpy(prompt)[None]))
 
     with redirect_stdout(io.StringIO()):  # it tells what it registers
-        mtq.quantize(model, mtq.FP8_DEFAULT_CFG, lambda _: run("calibration"))
+        mtq.quantize(model.decoder, mtq.FP8_DEFAULT_CFG, lambda _: run("calibration"))
     # A layer behind the last scores is never run, and has no range of what enters it.
     decoder: Any = model.decoder
     layers: list[tuple[str, Any]] = list(decoder.named_modules(prefix="decoder"))

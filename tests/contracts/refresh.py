@@ -67,7 +67,7 @@ def arguments(function: Any) -> set[str] | None:
     except (TypeError, ValueError):
         pass
     stated = re.findall(r"(\w+)\s*:", (function.__doc__ or "").split("->")[0])
-    return {name for name in stated if name != "self"} or None
+    return {name for name in stated if name != "self"} if stated else None
 
 
 def differences(version: str) -> Iterator[tuple[str, bool]]:
