@@ -384,7 +384,7 @@ def read_heads(file: Path) -> tuple[tuple[int, ...], ...]:
     allowed = "a JSON file with a list of heads for each layer, such as [[0, 3], [], [5]]"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        if not all(isinstance(head, int) for layer in found for head in layer):
+        if not all(type(head) is int for layer in found for head in layer):
             raise InputError("heads", str(file), allowed)
     except (OSError, ValueError, TypeError) as error:
         if isinstance(error, InputError):
