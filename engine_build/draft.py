@@ -58,7 +58,7 @@ from trtllm_specprefill.models import (
     load_config,
     load_model,
     load_tokenizer,
-    model_fingerprint,
+    local_fingerprint,
 )
 from trtllm_specprefill.settings import VOTES, Settings
 
@@ -171,7 +171,8 @@ class _Work:
     @cached_property
     def fingerprint(self) -> str:
         """Of config and weights."""
-        return model_fingerprint(self._build.model, self._progress)
+        known = local_fingerprint(self._build.model, self._progress)
+        return known or self._loaded("float32").fingerprint
 
     @cached_property
     def _bindings(self) -> Any:
