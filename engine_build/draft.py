@@ -35,7 +35,7 @@ from engine_build.quantise import (
 )
 from engine_build.scoring_model import Scoring, ScoringModel
 from engine_build.stages import Product, Stages, opened
-from plugins.importance.onnx_nodes import DOMAIN, expand_for_tensorrt
+from plugins.importance.onnx_nodes import expand_for_tensorrt
 from trtllm_specprefill.draft.manifest import (
     GRAPH,
     MANIFEST,
@@ -295,9 +295,6 @@ class _Work:
             self._progress(f"{len(names)} linear layers in FP8")
         if build.scorer == "plugin":
             expand_for_tensorrt(made, self.sm[0] if self.sm else 0)
-            kept = [function for function in made.functions if function.domain != DOMAIN]
-            del made.functions[:]
-            made.functions.extend(kept)
         save_model(made, folder / GRAPH)
 
     def _engine(self, folder: Path) -> None:

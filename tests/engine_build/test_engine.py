@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
-from onnx import helper
 
 from engine_build.commands import BuildFailed
 from engine_build.engine import Profile, build_engine, check_capabilities
@@ -134,40 +132,6 @@ def plugin_graph() -> onnx.ModelProto:
     model = export_draft(small("llama"), WINDOW).model_proto
     assert onnx_nodes.expand_for_tensorrt(model, sm=90) == WINDOW.layers
     return model
-
-
-def registered() -> dict[str, tuple[list[str], list[str]]]:
-    """Tensors and attributes of each plugin, from the text of its registration."""
-    path = Path(onnx_nodes.__file__).with_name("tensorrt_plugin.py")
-    found = {}
-    for item in ast.parse(path.read_text("utf-8")).body:
-        for decorator in getattr(item, "decorator_list", []):
-            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "trtp.register":
-                name = ast.literal_eval(decorator.args[0])
-                kinds = {a.arg: ast.unparse(a.annotation) for a in item.args.args}
-                tensors = [arg for arg, kind in kinds.items() if kind == "trtp.TensorDesc"]
-                found[name] = (tensors, [arg for arg in kinds if arg not in tensors])
-    return found
-
-
-def test_plugin_nodes_have_the_inputs_and_attributes_of_the_plugins_registration() -> None:
-    plugins = registered()
-    assert set(plugins) == {"specprefill::importance_lse", "specprefill::importance_pool"}
-    seen = set()
-    for node in plugin_graph().graph.node:
-        if node.domain != onnx_nodes.DOMAIN:
-            continue
-        tensors, attributes = plugins[f"{node.domain}::{node.op_type}"]
-        given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        assert len(node.input) == len(tensors)
-        assert len(node.output) == 1
-        # What NVIDIA's parser reads for itself, and what it hands to the plugin.
-        assert given.pop("plugin_namespace") == onnx_nodes.DOMAIN.encode()
-        assert given.pop("aot") == 1
-        assert set(given) == set(attributes)
-        assert given["sm"] == 90
-        seen.add(node.op_type)
-    assert seen == {"importance_lse", "importance_pool"}
 
 
 def test_a_graph_with_plugins_is_built_by_tensorrt_and_refused_for_rtx(
