@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import torch
 
 import engine_build
 import plugins.importance
@@ -225,9 +226,14 @@ class _Work:
     @property
     def sm(self) -> tuple[int, ...]:
         """Compute capabilities that are built for; none where that is not known."""
-        if self._build.runtime == "tensorrt-rtx" and not self._build.sm:
+        if self._build.sm or self._build.runtime == "onnx":
+            return self._build.sm
+        if self._build.runtime == "tensorrt-rtx":
             return CAPABILITIES[self._build.precision]
-        return self._build.sm
+        if not torch.cuda.is_available():
+            return ()
+        major, minor = torch.cuda.get_device_capability()
+        return (10 * major + minor,)
 
     def run(self, stages: Stages) -> BuiltDraft:
         """Make every stage and the manifest."""

@@ -22,6 +22,7 @@ from filelock import FileLock
 
 from engine_build import draft as build_module
 from engine_build import stages as stages_module
+from engine_build.__main__ import app
 from engine_build.commands import BuildFailed
 from engine_build.draft import DraftBuild, build_draft
 from tests.contracts.tensorrt_draft import HostMemory, install
@@ -174,6 +175,23 @@ def test_a_plugin_build_holds_the_plugin_in_the_functions_place(
     own = [node.op_type for node in graph.graph.node if node.domain == "specprefill"]
     assert own == ["importance_lse", "importance_pool"] * 2
     assert not [function for function in graph.functions if function.domain == "specprefill"]
+
+
+def test_the_command_takes_its_options_and_prints_what_was_built(
+    copied: DraftBuild, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--model", copied.model, "--out", str(copied.out), "--precision", "fp32"]
+    asked += ["--layers", "2", "--max-tokens", "400", "--json"]
+    app(["draft", *asked], standalone_mode=False)
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    stated = DraftManifest.model_validate_json(json.dumps(found["manifest"]))
+    assert stated == DraftManifest.read(copied.out)
+    assert found["made"] == {"graph": False, "probe": False}
+    assert found["bytes"] == {GRAPH: (copied.out / GRAPH).stat().st_size}
+    assert "graph: as it was built before" in shown.err
+    with pytest.raises(InputError, match=r"precision: .int8.*fp32, bf16 or fp8"):
+        app(["draft", *asked[:4], "--precision", "int8"], standalone_mode=False)
 
 
 # --- resuming
