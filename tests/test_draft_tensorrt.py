@@ -190,6 +190,7 @@ def test_load_draft_takes_an_engine_of_tensorrt(trt: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         "trtllm_specprefill.draft.load.engine_model", lambda *_: described(small("llama"))
     )
+    monkeypatch.setattr("trtllm_specprefill.draft.load.local_fingerprint", lambda *_: None)
     monkeypatch.setattr("trtllm_specprefill.draft.tensorrt.CudaMemory", lambda _: HostMemory())
     draft = load_draft("tensorrt", path=str(folder))
     assert draft.score(fresh_ids(60), READS).scores.any()

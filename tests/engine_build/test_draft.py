@@ -153,6 +153,7 @@ def test_an_engine_of_tensorrt_is_built_and_scores(
     assert draft.probe_error < 1e-4
 
 
+@pytest.mark.slow
 def test_a_plugin_build_holds_the_plugin_in_the_functions_place(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +229,7 @@ def test_a_build_that_is_interrupted_goes_on_with_the_stage_that_was_not_finishe
     assert quietly(copied) == {"graph": False, "probe": True}
 
 
+@pytest.mark.slow
 def test_a_build_killed_between_a_file_and_its_record_builds_it_again(
     copied: DraftBuild, monkeypatch: pytest.MonkeyPatch
 ) -> None:

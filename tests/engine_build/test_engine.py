@@ -10,12 +10,10 @@ import pytest
 
 from engine_build.commands import BuildFailed
 from engine_build.engine import Profile, build_engine, check_capabilities
-from engine_build.graph import export_draft
 from engine_build.scoring_model import Scoring
 from plugins.importance import onnx_nodes
 from tests.contracts import onnx_engine
 from tests.contracts.tensorrt_draft import PREFILL, graph_of, install
-from tests.engine_build.drafts import small
 from trtllm_specprefill.draft.tensorrt import load_bindings
 from trtllm_specprefill.errors import InputError
 
@@ -129,7 +127,7 @@ def test_capabilities_that_the_builder_does_not_have_are_refused(rtx: Any) -> No
 
 
 def plugin_graph() -> onnx.ModelProto:
-    model = export_draft(small("llama"), WINDOW).model_proto
+    model = onnx.load(graph_of("llama", WINDOW))
     assert onnx_nodes.expand_for_tensorrt(model, sm=90) == WINDOW.layers
     return model
 

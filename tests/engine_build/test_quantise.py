@@ -9,19 +9,23 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from engine_build.graph import MODULES, export_draft
+from engine_build.graph import MODULES
 from engine_build.quantise import (
     Calibration,
     LinearRange,
+    _prompt_inputs,
     calibrate,
     calibration_prompts,
     insert_fp8,
     linear_in_fp8,
 )
 from engine_build.scoring_model import Scoring, ScoringModel
+from tests.contracts.tensorrt_draft import graph_of
 from tests.engine_build.drafts import fresh_ids, small
 from trtllm_specprefill.errors import InputError
 
+WINDOW = Scoring("window", 2, queries=24)
+LOOK_AHEAD = Scoring("lookahead", 4, queries=6, votes="mean")
 NAME = "decoder.layers.0.mlp.up_proj"
 
 
@@ -89,11 +93,9 @@ def test_layers_outside_the_decoder_stay_and_one_without_a_range_is_named() -> N
         insert_fp8(product("MatMul", weight), {})
 
 
-@pytest.mark.parametrize("mode", ["window", "lookahead"])
-def test_ranges_are_the_largest_magnitudes_of_the_layers_that_run(mode: str) -> None:
+@pytest.mark.parametrize("scoring", [WINDOW, LOOK_AHEAD], ids=lambda scoring: scoring.mode)
+def test_ranges_are_the_largest_magnitudes_of_the_layers_that_run(scoring: Scoring) -> None:
     pytest.importorskip("modelopt")
-    queries, votes = (6, "mean") if mode == "lookahead" else (24, "max")
-    scoring = Scoring(mode, 2, queries=queries, votes=votes)  # type: ignore[arg-type]
     prompts = [fresh_ids(n).astype(np.int64) for n in (40, 70)]
     judge = ScoringModel(small("llama"), scoring).eval()
     seen: dict[str, float] = {}
@@ -103,8 +105,6 @@ def test_ranges_are_the_largest_magnitudes_of_the_layers_that_run(mode: str) -> 
             seen[name] = max(seen.get(name, 0.0), float(inputs[0].abs().max()))
 
         return hook
-
-    from engine_build.quantise import _prompt_inputs
 
     for name, layer in judge.decoder.named_modules(prefix="decoder"):
         if isinstance(layer, torch.nn.Linear):
@@ -126,16 +126,17 @@ def test_ranges_are_the_largest_magnitudes_of_the_layers_that_run(mode: str) -> 
         assert 0.005 < one.error < 0.08
     assert Calibration.of_json(found.as_json()) == found
 
-    exported = export_draft(small("llama"), scoring).model_proto
+    exported = onnx.load(graph_of("llama", scoring))
     before = {t.name for t in exported.graph.initializer}
     names = insert_fp8(exported, found.ranges)
     onnx.checker.check_model(exported)
-    linear = 14 if mode == "lookahead" else 9  # v, o and the MLP of the last layer score nothing
+    # v, o and the MLP of the last layer score nothing.
+    linear = 7 * scoring.layers - (0 if scoring.mode == "lookahead" else 5)
     assert len(names) == len(set(names)) == linear
     stored = [t for t in exported.graph.initializer if t.name.endswith("_fp8")]
     assert len(stored) == linear
     assert len(before - {t.name for t in exported.graph.initializer}) == linear
-    assert "head.weight" in before or mode == "window"
+    assert "head.weight" in before or scoring.mode == "window"
 
 
 def test_prompts_of_the_calibration_are_spread_and_inside_the_chat_template(byte_level) -> None:
