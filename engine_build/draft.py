@@ -145,6 +145,9 @@ class _Work:
         if build.runtime == "tensorrt" and len(build.sm) > 1:
             allowed = "at most one: TensorRT builds for the GPU it runs on"
             raise InputError("sm", build.sm, allowed)
+        here = _this_gpu()
+        if build.runtime == "tensorrt" and here is not None and build.sm not in ((), (here,)):
+            raise InputError("sm", build.sm, f"{here}, this GPU's: TensorRT builds for no other")
         oldest = OLDEST_CAPABILITY[build.precision]
         if too_old := [number for number in build.sm if number < oldest]:
             raise InputError("sm", too_old[0], f"{oldest} or later for {build.precision}")
@@ -230,10 +233,8 @@ class _Work:
             return self._build.sm
         if self._build.runtime == "tensorrt-rtx":
             return CAPABILITIES[self._build.precision]
-        if not torch.cuda.is_available():
-            return ()
-        major, minor = torch.cuda.get_device_capability()
-        return (10 * major + minor,)
+        here = _this_gpu()
+        return () if here is None else (here,)
 
     def run(self, stages: Stages) -> BuiltDraft:
         """Make every stage and the manifest."""
@@ -395,6 +396,14 @@ def read_heads(file: Path) -> tuple[tuple[int, ...], ...]:
             raise
         raise InputError("heads", str(file), f"{allowed} ({error})") from None
     return tuple(tuple(layer) for layer in found)
+
+
+def _this_gpu() -> int | None:
+    """Compute capability of the GPU that torch sees, as 10 x major + minor."""
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 def _versions(*packages: str) -> dict[str, str]:

@@ -341,6 +341,15 @@ def test_options_that_cannot_be_are_refused_before_anything_is_built(
     assert not build.out.exists()
 
 
+def test_tensorrt_builds_for_the_gpu_that_is_here_and_no_other(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "_this_gpu", lambda: 90)
+    build = DraftBuild(model, tmp_path / "engine", runtime="tensorrt", sm=(89,))
+    with pytest.raises(InputError, match=r"sm: \(89,\).*90, this GPU's"):
+        quietly(build)
+
+
 @pytest.mark.parametrize("content", ["", "7", "[[0], 3]", '[["a"]]', "[[true]]"])
 def test_a_heads_file_that_is_none_says_what_one_is(content: str, tmp_path: Path) -> None:
     (tmp_path / "heads.json").write_text(content, encoding="utf-8")
