@@ -30,6 +30,7 @@ from trtllm_specprefill.fetch import Progress
 
 E4M3_MAX = 448.0
 SEQUENCES, LENGTH = 16, 512  # of calibration, in prompts and tokens
+JUDGED = 4  # of them, on which the layers' errors are measured: rounding is slow on a CPU
 _QUANTISED = "decoder."  # what is quantised of a `ScoringModel`
 
 
@@ -37,7 +38,7 @@ _QUANTISED = "decoder."  # what is quantised of a `ScoringModel`
 class LinearRange:
     """Of one linear layer: largest magnitude of what enters it and of its weights.
 
-    error: relative error of its products in FP8, in the square mean, on the calibration prompts.
+    error: relative error of its products in FP8, in the square mean, on the first prompts.
     """
 
     activation: float
@@ -111,14 +112,14 @@ def calibrate(
         allowed = f"bf16 or fp32 without modelopt; pip install nvidia-modelopt ({error})"
         raise InputError("precision", "fp8", allowed) from None
 
-    def run(label: str) -> None:
+    def run(label: str, prompts: Sequence[NDArray[np.int64]]) -> None:
         for number, prompt in enumerate(prompts):
             progress(f"{label}: prompt {number + 1} of {len(prompts)}")
             with torch.inference_mode():
                 model(*_prompt_inputs(model, torch.from_numpy(prompt)[None]))
 
     with redirect_stdout(io.StringIO()):  # it tells what it registers
-        mtq.quantize(model.decoder, mtq.FP8_DEFAULT_CFG, lambda _: run("calibration"))
+        mtq.quantize(model.decoder, mtq.FP8_DEFAULT_CFG, lambda _: run("calibration", prompts))
     # A layer behind the last scores is never run, and has no range of what enters it.
     decoder: Any = model.decoder
     layers: list[tuple[str, Any]] = list(decoder.named_modules(prefix="decoder"))
@@ -128,7 +129,7 @@ def calibrate(
         if hasattr(layer, "input_quantizer") and layer.input_quantizer.amax is not None
     }
     with _watching(found) as squares:
-        run("error of each layer")
+        run("error of each layer", prompts[:JUDGED])
     ranges = {}
     for name, (_, activation, weight) in found.items():
         changed, whole = squares[name]
