@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import onnx
 import torch
@@ -37,6 +37,7 @@ from engine_build.quantise import (
 from engine_build.scoring_model import Scoring, ScoringModel
 from engine_build.stages import Product, Stages, opened
 from plugins.importance.onnx_nodes import expand_for_tensorrt
+from trtllm_specprefill.draft.heads import calibration_for
 from trtllm_specprefill.draft.manifest import (
     GRAPH,
     MANIFEST,
@@ -49,9 +50,9 @@ from trtllm_specprefill.draft.manifest import (
     Scorer,
     tokenizer_hash,
 )
-from trtllm_specprefill.draft.reading import default_depth
+from trtllm_specprefill.draft.reading import ReadingDraft
 from trtllm_specprefill.draft.tensorrt import ENGINE, load_bindings
-from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.errors import DraftFailed, InputError
 from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.fetch import Progress
 from trtllm_specprefill.models import (
@@ -63,6 +64,7 @@ from trtllm_specprefill.models import (
 )
 from trtllm_specprefill.settings import VOTES, Settings
 
+Heads = tuple[tuple[int, ...], ...]
 CALIBRATION, PROBE = "calibration.json", "probe.json"
 TIMING_CACHE = "timing.cache"
 MOST_TOKENS = 8192  # unless asked for, or the model's positions end before
@@ -83,8 +85,9 @@ class DraftBuild:
 
     model: as for `load_model`. out: the folder of the engine. layers: how many of the first are
     run; None takes what the library's torch draft runs. heads: a JSON file, per layer the query
-    heads that score. max_tokens: longest sequence, look-ahead included. calibration: a text file
-    for FP8; the Debian handbook when None. sm: compute capabilities, 10 x major + minor.
+    heads that score; None takes, in window mode, those that the library found for the model.
+    max_tokens: longest sequence, look-ahead included. calibration: a text file for FP8; the
+    Debian handbook when None. sm: compute capabilities, 10 x major + minor.
     """
 
     model: str
@@ -198,14 +201,28 @@ class _Work:
         asked = self._build.max_tokens
         return min(MOST_TOKENS, self.positions) if asked is None else asked
 
-    @property
+    @cached_property
     def layers(self) -> int:
-        """How many of the first layers are run: with look-ahead all, unless told."""
+        """How many of the first layers are run; with look-ahead all, unless told."""
         if self._build.layers is not None:
             return self._build.layers
+        if self._given_heads is not None:
+            return len(self._given_heads)
         if self._build.mode == "lookahead":
             return int(self._config.num_hidden_layers)
-        return default_depth(self._config, Settings())
+        return _Reading(self._config, self.fingerprint).depth(Settings())
+
+    @cached_property
+    def _given_heads(self) -> Heads | None:
+        return None if self._build.heads is None else read_heads(self._build.heads)
+
+    @property
+    def _heads(self) -> Heads | None:
+        """Which heads score: those given, else in window mode those that the library found."""
+        if self._given_heads is not None or self._build.mode == "lookahead":
+            return self._given_heads
+        settings = Settings(draft_layers=self.layers)
+        return _Reading(self._config, self.fingerprint).scoring_heads(settings)
 
     @cached_property
     def scoring(self) -> Scoring:
@@ -214,7 +231,7 @@ class _Work:
         return Scoring(
             mode=mode,
             layers=self.layers,
-            heads=None if self._build.heads is None else read_heads(self._build.heads),
+            heads=self._heads,
             pool=defaults.pool,
             queries=1 + defaults.look_ahead if mode == "lookahead" else defaults.window,
             votes=VOTES[mode],
@@ -384,7 +401,18 @@ class _Work:
         )
 
 
-def read_heads(file: Path) -> tuple[tuple[int, ...], ...]:
+class _Reading(ReadingDraft):
+    """How the library reads with a model, known without its weights."""
+
+    def __init__(self, config: Any, fingerprint: str) -> None:
+        self.config, self.calibration = config, calibration_for(fingerprint)
+
+    def score(self, *_: Any) -> NoReturn:
+        """Raise: there is nothing to score with."""
+        raise DraftFailed("a model without its weights")
+
+
+def read_heads(file: Path) -> Heads:
     """Per layer the query heads that score, from a JSON file: `[[0, 3], [], [5]]`."""
     allowed = "a JSON file with a list of heads for each layer, such as [[0, 3], [], [5]]"
     try:

@@ -16,10 +16,12 @@ import typer
 from numpy.typing import NDArray
 from rich.console import Console
 
-from perf.recall import _prompts, _told
+from perf.recall import planted
 from trtllm_specprefill import cli
 from trtllm_specprefill.draft.load import load_draft
 from trtllm_specprefill.draft.manifest import DraftManifest
+from trtllm_specprefill.evaluation.forms import told
+from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import fact_kept
 from trtllm_specprefill.evaluation.report import command, machine
 from trtllm_specprefill.prompt import prepare
@@ -61,8 +63,8 @@ def fp8(
     }
     rows: list[dict[str, Any]] = []
     tokenizer = drafts["fp32"].tokenizer
-    for facts, shape, case in _prompts(tokenizer, lengths, needles, form, seed):
-        source, question = _told(case, shape)
+    for facts, shape, case in planted(tokenizer, haystack(), lengths, needles, form, seed):
+        source, question = told(case, shape)
         prompts = {
             rate: prepare(
                 source,
