@@ -34,7 +34,7 @@ from trtllm_specprefill.draft.manifest import GRAPH, MANIFEST, DraftManifest
 from trtllm_specprefill.draft.tensorrt import ENGINE, TensorRTEngine, load_bindings
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import InputError
-from trtllm_specprefill.models import engine_model, load_model
+from trtllm_specprefill.models import Model, engine_model, load_model
 from trtllm_specprefill.settings import Settings
 
 CALIBRATION = "The clerk writes every ship that calls into the register, twice, in ink. " * 60
@@ -109,7 +109,6 @@ def test_an_fp8_draft_with_look_ahead_and_chosen_heads_runs_under_onnxruntime(
         model,
         tmp_path / "engine",
         mode="lookahead",
-        layers=3,
         heads=tmp_path / "heads.json",
         max_tokens=300,
         calibration=text,
@@ -129,6 +128,24 @@ def test_an_fp8_draft_with_look_ahead_and_chosen_heads_runs_under_onnxruntime(
     draft = load_draft("onnx", path=str(build.out), device="cpu", threads=1)
     assert isinstance(draft, GraphDraft)
     assert 1e-5 < draft.probe_error < manifest.probe.tolerance
+
+
+@pytest.mark.model
+def test_layers_and_heads_are_the_librarys_own_unless_told(smollm2: Model, tmp_path: Path) -> None:
+    draft = TorchDraft(smollm2)
+
+    def baked(**options: Any) -> Any:
+        build = DraftBuild("smollm2-135m", tmp_path, **options)
+        return build_module._Work(build, lambda line: None).scoring
+
+    found = baked()
+    assert found.layers == draft.depth(Settings())
+    assert found.heads == draft.scoring_heads(Settings())
+    assert found.heads is not None
+    found = baked(layers=7)
+    assert (found.layers, found.heads) == (7, draft.scoring_heads(Settings(draft_layers=7)))
+    found = baked(mode="lookahead")
+    assert (found.layers, found.heads, found.queries, found.votes) == (30, None, 9, "mean")
 
 
 def test_an_engine_of_tensorrt_is_built_and_scores(
