@@ -32,7 +32,7 @@ _DTYPES = {
 
 @dataclass
 class Seen:
-    """What was done. interrupt: raise KeyboardInterrupt as a user would, in the build's midst."""
+    """What was done; refuse_cache and fail_execution: what is to go wrong."""
 
     addresses: list[dict[str, int]] = field(default_factory=list)
     shapes: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
