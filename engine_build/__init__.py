@@ -1,1 +1,1 @@
-"""Builds what is served: `python -m engine_build target` makes a target for TensorRT-LLM."""
+"""Builds what is served: `target` for TensorRT-LLM, `draft` for onnxruntime and TensorRT."""

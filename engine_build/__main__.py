@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 import typer
 
 from engine_build.commands import run_all
 from trtllm_specprefill.cli import run_app
+from trtllm_specprefill.draft.manifest import MANIFEST, Mode, Precision, Runtime, Scorer
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.models import load_config
 
@@ -18,6 +22,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Build the models that are served.",
 )
+
+MODEL_HELP = "A directory in Hugging Face format, a .gguf file, a hub id, or a demo alias."
+
+
+def _one_of(choices: Any) -> str:
+    return " or ".join(get_args(choices)).replace(" or ", ", ", len(get_args(choices)) - 2)
+
+
+def _chosen(name: str, value: str, choices: Any) -> Any:
+    """`value` where it is one of the literal type's; `InputError` else."""
+    if value not in get_args(choices):
+        raise InputError(name, value, _one_of(choices))
+    return value
+
 
 Engine_ = Annotated[Path, typer.Option(help="Folder of a built target.")]
 
@@ -58,7 +76,7 @@ def target(
 ) -> None:
     """Build a target for TensorRT-LLM: quantise, make the checkpoint, build the engine."""
     from engine_build.target import TargetBuild
-    from trtllm_specprefill.target.manifest import MANIFEST
+    from trtllm_specprefill.target import manifest as target_manifest
 
     if backend not in ("tensorrt", "pytorch"):
         raise InputError("backend", backend, "tensorrt or pytorch")
@@ -88,11 +106,76 @@ def target(
     if dry_run:
         for command in commands:
             print(f"# {command.why}\n{command.shown()}\n")
-        print(f"# {out / MANIFEST}\n{manifest.model_dump_json(indent=2)}")
+        print(f"# {out / target_manifest.MANIFEST}\n{manifest.model_dump_json(indent=2)}")
         return
     out.mkdir(parents=True, exist_ok=True)
     manifest.write(out)
     run_all(commands, print)
+
+
+@app.command(
+    epilog="""Example: python -m engine_build draft --model smollm2-135m --out engines/smollm2
+    --runtime tensorrt-rtx --precision fp8 --mode window --max-batch 8"""
+)
+def draft(
+    model: Annotated[str, typer.Option(help=MODEL_HELP)],
+    out: Annotated[Path, typer.Option(help="Folder of the engine; made, or taken up again.")],
+    runtime: Annotated[str, typer.Option(help=_one_of(Runtime))] = "onnx",
+    precision: Annotated[str, typer.Option(help=_one_of(Precision))] = "fp8",
+    scorer: Annotated[
+        str, typer.Option(help=_one_of(Scorer) + "; plugin needs runtime tensorrt.")
+    ] = "native",
+    mode: Annotated[str, typer.Option(help=_one_of(Mode))] = "window",
+    layers: Annotated[
+        int | None,
+        typer.Option(help="First layers, the only ones run; a quarter, with lookahead all."),
+    ] = None,
+    heads: Annotated[
+        Path | None, typer.Option(help="JSON file: per layer, the query heads that score.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Longest sequence; 8192, or the model's positions where they are fewer."),
+    ] = None,
+    max_batch: Annotated[int, typer.Option(help="Most sequences at a time.")] = 4,
+    calibration: Annotated[
+        Path | None, typer.Option(help="UTF-8 text for FP8; the Debian handbook when absent.")
+    ] = None,
+    sm: Annotated[
+        list[int] | None,
+        typer.Option(help="Compute capability, 90 for Hopper; repeatable with tensorrt-rtx."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was built as one JSON object.")
+    ] = False,
+) -> None:
+    """Build a draft that scores: quantise, export, build the engine, record what it must say.
+
+    The same command goes on where an interrupted one ended, and rebuilds only what changed.
+    """
+    from engine_build.draft import DraftBuild, build_draft
+
+    build = DraftBuild(
+        model=model,
+        out=out,
+        runtime=_chosen("runtime", runtime, Runtime),
+        precision=_chosen("precision", precision, Precision),
+        scorer=_chosen("scorer", scorer, Scorer),
+        mode=_chosen("mode", mode, Mode),
+        layers=layers,
+        heads=heads,
+        max_tokens=max_tokens,
+        max_batch=max_batch,
+        calibration=calibration,
+        sm=tuple(sm or ()),
+    )
+    built = build_draft(build, lambda line: print(line, file=sys.stderr, flush=True))
+    if as_json:
+        print(json.dumps(asdict(built) | {"manifest": built.manifest.model_dump()}, indent=1))
+        return
+    for name, size in built.bytes.items():
+        print(f"{out / name}: {size / 1e6:.1f} MB")
+    print(f"{out / MANIFEST}: {built.manifest.mode}, {built.manifest.layers} layers")
 
 
 @app.command()

@@ -26,6 +26,7 @@ from trtllm_specprefill.importance_op import check_pool_width
 from trtllm_specprefill.models import Model
 
 OPSET = 23  # the first with `Attention`; FP8 quantisation needs 19
+MODULES = "pkg.torch.onnx.name_scopes"  # torch's note of the modules that a node comes from
 # What one file of protobuf may hold, less what the graph itself takes.
 _ONE_FILE = 2**31 - 2**26
 
@@ -96,6 +97,15 @@ def save_graph(program: torch.onnx.ONNXProgram, path: Path) -> None:
     tensors = (value.const_value for value in program.model.graph.initializers.values())
     size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
     program.save(path, external_data=size > _ONE_FILE)
+
+
+def save_model(model: onnx.ModelProto, path: Path) -> None:
+    """The same for a graph that was changed since; empties `model` of what it writes beside it."""
+    weights = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+    if weights <= _ONE_FILE:
+        onnx.save(model, path)
+    else:
+        onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data")
 
 
 def importance_function(pool: int, causal: bool) -> onnx.FunctionProto:
@@ -225,11 +235,17 @@ def _example(
 
 
 def _add_function(program: torch.onnx.ONNXProgram, function: onnx.FunctionProto) -> None:
-    """Give the graph the function, and take from its nodes where this machine keeps the code."""
+    """Give the graph the function, and take from its nodes where this machine keeps the code.
+
+    What stays of torch's notes are the modules that a node comes from, for `quantise`.
+    """
     import onnx_ir
 
     made = onnx_ir.serde.deserialize_function(function)
     program.model.functions[made.identifier()] = made
     for node in program.model.graph:
+        modules = node.metadata_props.get(MODULES)
         node.metadata_props.clear()
+        if modules is not None:
+            node.metadata_props[MODULES] = modules
         node.doc_string = None

@@ -72,7 +72,7 @@ def recall(
         "draft": draft,
         "arms": {name: settings.model_dump(exclude_unset=True) for name, settings in arms.items()},
     }
-    for facts, shape, case in _prompts(
+    for facts, shape, case in planted(
         scorer.tokenizer, haystack(document), lengths, needles, form, seed
     ):
         row = {"facts": facts, "form": shape, "tokens": case.tokens, "depth": case.depth}
@@ -88,9 +88,10 @@ def recall(
         print(json.dumps(line))
 
 
-def _prompts(
+def planted(
     tokenizer: Any, prose: str, lengths: list[int], needles: int, forms: list[str], seed: int
 ) -> Iterator[tuple[str, str, Case]]:
+    """Kind of facts, form and case of every prompt."""
     for i, (facts, templates) in enumerate(FACTS.items()):
         for j, form in enumerate(FORMS):
             if form in forms:

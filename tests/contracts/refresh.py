@@ -1,4 +1,4 @@
-"""Compare the recorded API with an installed TensorRT-LLM: `python -m tests.contracts.refresh`.
+"""Compare the recorded APIs with what is installed of them: `python -m tests.contracts.refresh`.
 
 Prints one line for each recorded argument or field that the installed version does not have, and
 one for each that it has and the recording has not; exits with 1 when something recorded is gone.
@@ -7,6 +7,7 @@ one for each that it has and the recording has not; exits with 1 when something 
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import re
@@ -67,7 +68,7 @@ def arguments(function: Any) -> set[str] | None:
     except (TypeError, ValueError):
         pass
     stated = re.findall(r"(\w+)\s*:", (function.__doc__ or "").split("->")[0])
-    return {name for name in stated if name != "self"} or None
+    return {name for name in stated if name != "self"} if stated else None
 
 
 def differences(version: str) -> Iterator[tuple[str, bool]]:
@@ -95,17 +96,26 @@ def differences(version: str) -> Iterator[tuple[str, bool]]:
                 yield f"{where}.{name}({new}=): new", False
 
 
+def installed() -> Iterator[tuple[str, str]]:
+    """What is installed of what is recorded: name and version, and the folder it is held to."""
+    with contextlib.suppress(ImportError):
+        version = importlib.import_module("tensorrt_llm").__version__
+        old = tuple(map(int, re.findall(r"\d+", version)[:2])) <= (1, 2)
+        yield f"TensorRT-LLM {version}", "recorded_1_2" if old else "recorded_1_4"
+    with contextlib.suppress(ImportError):
+        version = importlib.import_module("tensorrt").__version__
+        yield f"TensorRT {version}", "recorded_tensorrt"
+
+
 def main() -> int:
     """See the module."""
-    import tensorrt_llm
-
-    version = tuple(map(int, re.findall(r"\d+", tensorrt_llm.__version__)[:2]))
-    folder = "recorded_1_2" if version <= (1, 2) else "recorded_1_4"
-    print(f"TensorRT-LLM {tensorrt_llm.__version__} against {folder}")
-    lines = list(differences(folder))
-    for line, _ in lines:
-        print(line)
-    return int(any(gone for _, gone in lines))
+    gone = False
+    for name, folder in installed():
+        print(f"{name} against {folder}")
+        for line, is_gone in differences(folder):
+            print(line)
+            gone |= is_gone
+    return int(gone)
 
 
 if __name__ == "__main__":

@@ -170,4 +170,7 @@ def _engine(
         return GraphDraft(
             folder, manifest, described, OnnxEngine(Path(folder), manifest, device, threads)
         )
-    raise InputError("draft", kind, "torch or onnx")
+    from trtllm_specprefill.draft.tensorrt import TensorRTEngine
+
+    on = "cuda" if device == "auto" else device
+    return GraphDraft(folder, manifest, described, TensorRTEngine(folder, manifest, on))

@@ -1,0 +1,196 @@
+"""The draft under TensorRT's recorded API, with onnxruntime behind it and a host's memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine_build.scoring_model import Scoring
+from tests.contracts import onnx_engine
+from tests.contracts.tensorrt_draft import (
+    MAX_BATCH,
+    MAX_TOKENS,
+    HostMemory,
+    built,
+    install,
+    opened,
+)
+from tests.engine_build.drafts import described, fresh_ids, small
+from trtllm_specprefill.draft.load import load_draft
+from trtllm_specprefill.draft.manifest import DraftManifest, EngineRefused
+from trtllm_specprefill.draft.tensorrt import ENGINE, TensorRTEngine
+from trtllm_specprefill.draft.torch import TorchDraft
+from trtllm_specprefill.errors import ContextTooLong, DraftFailed, InputError
+from trtllm_specprefill.settings import Settings
+
+WINDOW = Scoring("window", 2, queries=24)
+LOOK_AHEAD = Scoring("lookahead", 4, queries=6, votes="mean")
+READS = Settings(window=24, draft_window=0, draft_layers=2)
+DECODES = Settings(scoring="lookahead", look_ahead=5)
+
+
+@pytest.fixture
+def trt(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return install(monkeypatch)
+
+
+def prompts(*lengths: int) -> list[Any]:
+    return [fresh_ids(n) for n in lengths]
+
+
+@pytest.mark.parametrize(("scoring", "asked"), [(WINDOW, READS), (LOOK_AHEAD, DECODES)])
+def test_scores_are_those_of_torch_alone_and_in_ragged_batches(
+    scoring: Scoring, asked: Settings, trt: Any
+) -> None:
+    draft = opened(built(trt, "llama", scoring), "llama")
+    judge = TorchDraft(small("llama"))
+    given = prompts(1, 33, 290, 150, 17)
+    assert len(given) > MAX_BATCH
+    for ids, found in zip(given, draft.score_batch(given, asked), strict=True):
+        expected = judge.score(ids, asked)
+        np.testing.assert_allclose(found.scores, expected.scores, atol=1e-5)
+        assert found.queries == expected.queries
+        np.testing.assert_allclose(draft.score(ids, asked).scores, expected.scores, atol=1e-5)
+
+
+def test_a_step_reads_keys_and_values_where_the_one_before_wrote_them(trt: Any) -> None:
+    draft = opened(built(trt, "llama", LOOK_AHEAD), "llama")
+    seen = onnx_engine.seen
+    seen.addresses.clear()
+    seen.profiles.clear()
+    for ids in prompts(40, 71):
+        draft.score(ids, DECODES)
+    assert seen.profiles.count(0) == 2
+    assert seen.profiles.count(1) >= 2
+    names = [f"{kind}.{i}" for i in range(LOOK_AHEAD.layers) for kind in ("keys", "values")]
+    steps = [i for i, profile in enumerate(seen.profiles) if profile == 1]
+    for i in steps:
+        for name in names:
+            assert seen.addresses[i][f"past_{name}"] == seen.addresses[i - 1][f"present_{name}"]
+    # Two places for each, and one for everything else, whatever the prompt.
+    for name in names:
+        assert len({call[f"past_{name}"] for call in seen.addresses}) == 2
+    for name in ("input_ids", "lengths", "importance", "next_token"):
+        assert len({call[name] for call in seen.addresses}) == 1
+
+
+def test_prefill_and_step_each_use_their_profile(trt: Any) -> None:
+    draft = opened(built(trt, "llama", LOOK_AHEAD), "llama")
+    onnx_engine.seen.profiles.clear()
+    onnx_engine.seen.shapes.clear()
+    draft.score(fresh_ids(50), DECODES)
+    tokens = [shapes["input_ids"][1] for shapes in onnx_engine.seen.shapes]
+    assert tokens[0] == 50
+    assert set(tokens[1:]) == {1}
+    assert onnx_engine.seen.profiles == [0] + [1] * (len(tokens) - 1)
+
+
+def test_the_pass_before_cannot_go_on_in_anothers_keys_and_values(trt: Any) -> None:
+    folder = built(trt, "llama", LOOK_AHEAD)
+    engine = TensorRTEngine(folder, DraftManifest.read(folder), memory=HostMemory())
+    ids, one = np.full((1, 4), 5), np.array([4], dtype=np.int32)
+    places, nothing = np.arange(4)[None], np.array([0], dtype=np.int32)
+    first = engine.begin(1, 10)
+    first.step(ids, places, one, one, nothing)
+    engine.begin(1, 10).step(ids, places, one, one, nothing)
+    with pytest.raises(DraftFailed, match="another prompt"):
+        first.step(ids, places, one, one, nothing)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"versions": {"tensorrt": "10.13.2"}}, r"versions\.tensorrt: '10\.13\.2'.*10\.14\.1"),
+        ({"versions": {}}, r"versions\.tensorrt: None"),
+        ({"files": {ENGINE: "0" * 64}}, r"files\.draft\.engine"),
+        ({"sm": (80, 86)}, r"sm: \(80, 86\).*90"),
+        ({"runtime": "onnx"}, "runtime: 'onnx'"),
+        ({"tokenizer_hash": "another"}, "tokenizer_hash: 'another'"),
+    ],
+)
+def test_an_engine_whose_manifest_does_not_fit_is_refused_by_the_field(
+    fields: dict[str, Any], named: str, trt: Any
+) -> None:
+    folder = built(trt, "llama", WINDOW, **fields)
+    with pytest.raises(EngineRefused, match=named):
+        opened(folder, "llama")
+
+
+def test_an_engine_with_other_tensors_or_types_than_its_manifest_is_refused(trt: Any) -> None:
+    read = built(trt, "llama", WINDOW)
+    cache = {"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
+    stated = DraftManifest.read(read).model_dump()
+    DraftManifest(**{**stated, "mode": "lookahead", "votes": "mean", "cache": cache}).write(read)
+    with pytest.raises(EngineRefused, match=r"lengths, vot.*past_keys\.0"):
+        opened(read, "llama")
+    decoded = built(trt, "llama", LOOK_AHEAD)
+    stated = DraftManifest.read(decoded).model_dump()
+    stated["cache"]["dtype"] = "bfloat16"
+    DraftManifest(**stated).write(decoded)
+    with pytest.raises(EngineRefused, match=r"cache\.dtype: 'bfloat16'.*FLOAT"):
+        opened(decoded, "llama")
+
+
+def test_an_engine_that_tensorrt_does_not_load_is_refused_with_its_words(
+    trt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = built(trt, "llama", WINDOW)
+    monkeypatch.setattr(trt, "__version__", "11.1.0.1")
+    manifest = DraftManifest.read(folder)
+    stated = {**manifest.model_dump(), "versions": {"tensorrt": "11.1.0.1"}}
+    DraftManifest(**stated).write(folder)
+    with pytest.raises(EngineRefused, match=r"loads \(an engine of version 10\.14"):
+        opened(folder, "llama")
+    (folder / ENGINE).unlink()
+    with pytest.raises(InputError, match=f"a folder with {ENGINE}"):
+        opened(folder, "llama")
+
+
+def test_what_tensorrt_cannot_run_fails_the_draft_with_its_words(trt: Any) -> None:
+    draft = opened(built(trt, "llama", WINDOW), "llama")
+    onnx_engine.seen.fail_execution = True
+    with pytest.raises(DraftFailed, match="out of memory"):
+        draft.score(fresh_ids(40), READS)
+
+
+def test_a_prompt_that_is_too_long_for_the_profile_names_the_limit(trt: Any) -> None:
+    draft = opened(built(trt, "llama", LOOK_AHEAD), "llama")
+    with pytest.raises(ContextTooLong, match=f"at most {MAX_TOKENS}, max_tokens of the engine"):
+        draft.score(fresh_ids(MAX_TOKENS - 2), DECODES)
+    # Whoever goes round the draft is stopped by the profile itself.
+    folder = built(trt, "llama", WINDOW)
+    engine = TensorRTEngine(folder, DraftManifest.read(folder), memory=HostMemory())
+    ids, tokens = np.full((MAX_BATCH + 1, 9), 5), np.full(MAX_BATCH + 1, 9, dtype=np.int32)
+    with pytest.raises(DraftFailed, match=r"outside the profile"):
+        engine.read(ids, np.tile(np.arange(9), (MAX_BATCH + 1, 1)), tokens, tokens)
+
+
+def test_without_tensorrt_or_a_gpu_the_error_says_what_is_missing(
+    trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = built(trt, "llama", WINDOW)
+    manifest = DraftManifest.read(folder)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InputError, match="a GPU, which torch does not see"):
+        TensorRTEngine(folder, manifest)
+    monkeypatch.setattr(trt, "__version__", "10.13.3")
+    with pytest.raises(InputError, match=r"10\.13\.3.*10\.14 or later"):
+        TensorRTEngine(folder, manifest)
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(InputError, match="pip install tensorrt"):
+        TensorRTEngine(folder, manifest)
+
+
+def test_load_draft_takes_an_engine_of_tensorrt(trt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = built(trt, "llama", WINDOW)
+    monkeypatch.setattr(
+        "trtllm_specprefill.draft.load.engine_model", lambda *_: described(small("llama"))
+    )
+    monkeypatch.setattr("trtllm_specprefill.draft.load.local_fingerprint", lambda *_: None)
+    monkeypatch.setattr("trtllm_specprefill.draft.tensorrt.CudaMemory", lambda _: HostMemory())
+    draft = load_draft("tensorrt", path=str(folder))
+    assert draft.score(fresh_ids(60), READS).scores.any()

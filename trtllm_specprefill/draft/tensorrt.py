@@ -1,0 +1,407 @@
+"""A built draft under TensorRT, or TensorRT for RTX, on a GPU.
+
+Everything that a call needs lies in memory that is taken once, when the engine is loaded: pinned
+buffers for what goes in and comes out, one workspace that the profiles share, and two sets of keys
+and values. A look-ahead step reads one set and writes the other, and the next step reads that
+one, so nothing of them is copied between steps. One engine serves one call at a time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trtllm_specprefill.draft.engine import Engine, Ids, Lengths, Pass, Scores
+from trtllm_specprefill.draft.manifest import DraftManifest, EngineRefused
+from trtllm_specprefill.errors import DraftFailed, InputError
+from trtllm_specprefill.fetch import sha256_of
+
+ENGINE = "draft.engine"
+PREFILL, STEP = 0, 1  # the optimisation profiles; window mode has the first alone
+OLDEST = (10, 14)  # of TensorRT, the first with plugins compiled ahead and ONNX's Attention
+
+EngineRuntime = Literal["tensorrt", "tensorrt-rtx"]
+_MODULES = {
+    "tensorrt": ("tensorrt",),
+    "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings"),
+}
+_INSTALL = {
+    "tensorrt": "an installed TensorRT: pip install tensorrt, from NVIDIA's index",
+    "tensorrt-rtx": "an installed TensorRT for RTX:"
+    " pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings",
+}
+_CACHE_TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "float8_e4m3fn": "FP8"}
+
+
+def load_bindings(runtime: EngineRuntime) -> Any:
+    """The module `tensorrt`, or that of TensorRT for RTX, which has the same API.
+
+    Raises `InputError` where it is not installed, or too old.
+    """
+    for name in _MODULES[runtime]:
+        if name == "tensorrt_rtx_bindings":
+            with suppress(ImportError):  # brings the native libraries that the bindings need
+                importlib.import_module("tensorrt_rtx_libs")
+        try:
+            bindings = importlib.import_module(name)
+        except ImportError as error:
+            said = str(error)
+            continue
+        if runtime == "tensorrt" and version_of(bindings) < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            raise InputError("runtime", f"tensorrt {bindings.__version__}", f"{oldest} or later")
+        return bindings
+    raise InputError("runtime", runtime, f"{_INSTALL[runtime]} ({said})")
+
+
+def version_of(bindings: Any) -> tuple[int, ...]:
+    """Major and minor version."""
+    return tuple(int(part) for part in re.findall(r"\d+", bindings.__version__)[:2])
+
+
+class Memory(Protocol):
+    """Where an engine's tensors lie, and the stream that its work goes to."""
+
+    stream: int
+    """Handle of the CUDA stream."""
+    capability: int
+    """Of the device, 10 x major + minor."""
+
+    def device(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory that the engine reads and writes: `[elements]`."""
+
+    def host(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Pinned memory of the host: `[elements]`."""
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy on the stream, without waiting."""
+
+    def zero(self, tensor: torch.Tensor) -> None:
+        """Fill with zeros on the stream, without waiting."""
+
+    def wait(self) -> None:
+        """Wait for the stream."""
+
+
+class CudaMemory:
+    """Memory of a GPU, with a stream of its own; see `Memory`."""
+
+    def __init__(self, device: str) -> None:
+        """Take a stream of `device`, `cuda` or `cuda:N`; `InputError` where torch sees none."""
+        if not torch.cuda.is_available():
+            raise InputError("device", device, "a GPU, which torch does not see here")
+        self._device = torch.device(device)
+        self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self.stream = int(self._stream.cuda_stream)
+        major, minor = torch.cuda.get_device_capability(self._device)
+        self.capability = 10 * major + minor
+
+    def device(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Memory.device`."""
+        return torch.empty(elements, dtype=dtype, device=self._device)
+
+    def host(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Memory.host`."""
+        return torch.empty(elements, dtype=dtype, pin_memory=True)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Memory.copy`."""
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+
+    def zero(self, tensor: torch.Tensor) -> None:
+        """See `Memory.zero`."""
+        with torch.cuda.stream(self._stream):
+            tensor.zero_()
+
+    def wait(self) -> None:
+        """See `Memory.wait`."""
+        self._stream.synchronize()
+
+
+class TensorRTEngine(Engine):
+    """The engine in `folder`; see `Engine`.
+
+    Loads only what its manifest says it is: of the installed version of TensorRT, for this GPU,
+    with the manifest's tensors in and out; else `EngineRefused`, which names the field. Raises
+    `InputError` where TensorRT or a GPU is missing.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        manifest: DraftManifest,
+        device: str = "cuda",
+        memory: Memory | None = None,
+    ) -> None:
+        """Load it onto `device`, `cuda` or `cuda:N`. memory: in the place of the GPU's."""
+        if manifest.runtime == "onnx":
+            raise EngineRefused("runtime", "onnx", "tensorrt or tensorrt-rtx")
+        runtime = manifest.runtime
+        self._trt = trt = load_bindings(runtime)
+        manifest.check_field(
+            f"versions.{runtime}", trt.__version__, "the version that is installed here"
+        )
+        self._memory = memory = memory or CudaMemory(device)
+        if manifest.sm and memory.capability not in manifest.sm:
+            raise EngineRefused(
+                "sm", manifest.sm, f"one with {memory.capability}, that of {device}"
+            )
+        self._log = _Log(trt)
+        self._engine = self._deserialised(Path(folder) / ENGINE, manifest)
+        self.batch, self.piece = manifest.max_batch, manifest.max_tokens
+        self._check_tensors(folder, manifest)
+        profiles = range(self._engine.num_optimization_profiles)
+        sizes = [self._engine.get_device_memory_size_for_profile_v2(i) for i in profiles]
+        self._workspace = memory.device(max(*sizes, 1), torch.uint8)
+        self._contexts = [self._context(profile) for profile in profiles]
+        self._buffers = _Buffers(memory, manifest)
+        self._pass: _TensorRTPass | None = None
+
+    def read(self, input_ids: Ids, position_ids: Ids, lengths: Lengths, voters: Lengths) -> Scores:
+        """See `Engine.read`."""
+        arrays: dict[str, NDArray[Any]] = {
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            "lengths": lengths,
+            "voters": voters,
+        }
+        (scores,) = self.run(PREFILL, arrays, {}, {"importance": input_ids.shape})
+        return scores
+
+    def begin(self, batch: int, capacity: int) -> Pass:
+        """See `Engine.begin`. Ends the pass before it: they would share keys and values."""
+        self._pass = _TensorRTPass(self, self._buffers, self._memory, batch, capacity)
+        return self._pass
+
+    def is_current(self, one: _TensorRTPass) -> bool:
+        """Whether no other pass has begun since."""
+        return self._pass is one
+
+    def run(
+        self,
+        profile: int,
+        arrays: Mapping[str, NDArray[Any]],
+        bound: Mapping[str, tuple[int, tuple[int, ...]]],
+        results: Mapping[str, tuple[int, ...]],
+    ) -> list[NDArray[Any]]:
+        """One call of the engine.
+
+        arrays: what goes in, by name. bound: address and shape of tensors that lie on the device.
+        results: shapes of what comes out; in their order, copies of it. Raises `DraftFailed`
+        with TensorRT's words when it does not run.
+        """
+        context = self._contexts[profile]
+        for name, array in arrays.items():
+            self._bind(context, name, self._buffers.put(name, array), array.shape)
+        for name, (address, shape) in bound.items():
+            self._bind(context, name, address, shape if name.startswith("past_") else None)
+        for name in results:
+            self._bind(context, name, self._buffers.address(name), None)
+        if unknown := context.infer_shapes():
+            raise DraftFailed(f"TensorRT has no shape for {', '.join(unknown)}; {self._log.told()}")
+        if not context.execute_async_v3(self._memory.stream):
+            raise DraftFailed(f"TensorRT did not run the draft; {self._log.told()}")
+        found = [self._buffers.fetch(name, shape) for name, shape in results.items()]
+        self._memory.wait()
+        return [array.copy() for array in found]
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._contexts.clear()
+        del self._engine, self._buffers, self._workspace
+
+    def _bind(self, context: Any, name: str, address: int, shape: Sequence[int] | None) -> None:
+        """Where a tensor lies and, of an input, its shape."""
+        if shape is not None and not context.set_input_shape(name, tuple(shape)):
+            raise DraftFailed(f"{name} {tuple(shape)} does not fit the engine; {self._log.told()}")
+        if not context.set_tensor_address(name, address):
+            raise DraftFailed(f"TensorRT refused the address of {name}; {self._log.told()}")
+
+    def _deserialised(self, path: Path, manifest: DraftManifest) -> Any:
+        if not path.is_file():
+            raise InputError("engine", str(path.parent), f"a folder with {ENGINE}")
+        manifest.check_field(f"files.{ENGINE}", sha256_of(path), "the file that lies there")
+        runtime = self._trt.Runtime(self._log.logger)
+        engine = runtime.deserialize_cuda_engine(path.read_bytes())
+        if engine is None:
+            allowed = f"an engine that TensorRT {self._trt.__version__} loads"
+            raise EngineRefused("engine", str(path), f"{allowed} ({self._log.told()})")
+        return engine
+
+    def _check_tensors(self, folder: str | Path, manifest: DraftManifest) -> None:
+        engine, trt = self._engine, self._trt
+        names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+        given = {n for n in names if engine.get_tensor_mode(n) == trt.TensorIOMode.INPUT}
+        expected_in, expected_out = tensor_names(manifest)
+        if given != set(expected_in) or set(names) - given != set(expected_out):
+            allowed = f"one with {', '.join([*expected_in, *expected_out])}, as its manifest says"
+            raise EngineRefused("engine", f"{folder} with {', '.join(names)}", allowed)
+        if manifest.cache is not None:
+            kind = engine.get_tensor_dtype("past_keys.0").name
+            if kind != _CACHE_TYPES[manifest.cache.dtype]:
+                allowed = f"{kind}, which the engine has"
+                raise EngineRefused("cache.dtype", manifest.cache.dtype, allowed)
+        profiles = 1 if manifest.cache is None else 2
+        if engine.num_optimization_profiles != profiles:
+            found = engine.num_optimization_profiles
+            raise EngineRefused("engine", f"{found} optimisation profiles", f"{profiles}")
+
+    def _context(self, profile: int) -> Any:
+        """An execution context for one profile, in the workspace that all share."""
+        trt = self._trt
+        context = self._engine.create_execution_context(
+            trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        )
+        if context is None:
+            raise InputError("engine", "no execution context", self._log.told())
+        context.set_device_memory(self._workspace.data_ptr(), self._workspace.numel())
+        if not context.set_optimization_profile_async(profile, self._memory.stream):
+            raise InputError("engine", f"profile {profile}", self._log.told())
+        return context
+
+
+class _TensorRTPass(Pass):
+    """Look-ahead over one batch: which set of keys and values is read, and which written."""
+
+    def __init__(
+        self,
+        engine: TensorRTEngine,
+        buffers: _Buffers,
+        memory: Memory,
+        batch: int,
+        capacity: int,
+    ) -> None:
+        self._engine, self._buffers, self._capacity = engine, buffers, capacity
+        self._shape = buffers.cache_shape(batch, capacity)
+        self._read = 0
+        for tensor in buffers.caches[0].values():  # masked slots count for nothing if finite
+            memory.zero(tensor[: int(np.prod(self._shape))])
+
+    def step(
+        self,
+        input_ids: Ids,
+        position_ids: Ids,
+        lengths: Lengths,
+        prompt_lengths: Lengths,
+        past_lengths: Lengths,
+    ) -> tuple[Scores, Ids]:
+        """See `Pass.step`."""
+        if not self._engine.is_current(self):
+            raise DraftFailed("another prompt has taken the engine's keys and values")
+        batch, tokens = input_ids.shape
+        bound: dict[str, tuple[int, tuple[int, ...]]] = {}
+        for name, tensor in self._buffers.caches[self._read].items():
+            bound[f"past_{name}"] = (tensor.data_ptr(), self._shape)
+        for name, tensor in self._buffers.caches[1 - self._read].items():
+            bound[f"present_{name}"] = (tensor.data_ptr(), self._shape)
+        arrays: dict[str, NDArray[Any]] = {
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            "lengths": lengths,
+            "prompt_lengths": prompt_lengths,
+            "past_lengths": past_lengths,
+        }
+        results: dict[str, tuple[int, ...]] = {
+            "importance": (batch, self._capacity),
+            "next_token": (batch,),
+        }
+        rows, tokens_ = self._engine.run(STEP if tokens == 1 else PREFILL, arrays, bound, results)
+        self._read = 1 - self._read
+        return rows, tokens_
+
+
+class _Buffers:
+    """Device and pinned memory for the largest call, taken once."""
+
+    def __init__(self, memory: Memory, manifest: DraftManifest) -> None:
+        self._memory, self._cache = memory, manifest.cache
+        batch, tokens = manifest.max_batch, manifest.max_tokens
+        sizes = {
+            "input_ids": (batch * tokens, torch.int64),
+            "position_ids": (batch * tokens, torch.int64),
+            "lengths": (batch, torch.int32),
+            "voters": (batch, torch.int32),
+            "prompt_lengths": (batch, torch.int32),
+            "past_lengths": (batch, torch.int32),
+            "importance": (batch * tokens, torch.float32),
+            "next_token": (batch, torch.int64),
+        }
+        self._device = {name: memory.device(n, dtype) for name, (n, dtype) in sizes.items()}
+        self._host = {name: memory.host(n, dtype) for name, (n, dtype) in sizes.items()}
+        self.caches: list[dict[str, torch.Tensor]] = []
+        if self._cache is not None:
+            dtype = getattr(torch, self._cache.dtype)
+            largest = int(np.prod(self.cache_shape(batch, tokens)))
+            names = cache_names(self._cache.layers)
+            self.caches = [{n: memory.device(largest, dtype) for n in names} for _ in range(2)]
+
+    def cache_shape(self, batch: int, capacity: int) -> tuple[int, int, int, int]:
+        """Of one layer's keys or values."""
+        assert self._cache is not None
+        return batch, self._cache.kv_heads, capacity, self._cache.head_dim
+
+    def put(self, name: str, array: NDArray[Any]) -> int:
+        """Bring an input to the device; its address there."""
+        host, device = self._host[name], self._device[name]
+        host[: array.size].copy_(torch.from_numpy(np.ascontiguousarray(array)).flatten())
+        self._memory.copy(device[: array.size], host[: array.size])
+        return device.data_ptr()
+
+    def address(self, name: str) -> int:
+        """Where an output goes on the device."""
+        return self._device[name].data_ptr()
+
+    def fetch(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Bring an output to the host; there once the stream has been waited for."""
+        size = int(np.prod(shape))
+        host = self._host[name][:size]
+        self._memory.copy(host, self._device[name][:size])
+        result: NDArray[Any] = host.numpy().reshape(shape)
+        return result
+
+
+def cache_names(layers: int) -> list[str]:
+    """Names of keys and values, without `past_` or `present_`, in the graph's order."""
+    return [f"{kind}.{i}" for i in range(layers) for kind in ("keys", "values")]
+
+
+def tensor_names(manifest: DraftManifest) -> tuple[list[str], list[str]]:
+    """What goes in and what comes out of an engine; see `engine_build.scoring_model`."""
+    shared = ["input_ids", "position_ids", "lengths"]
+    if manifest.cache is None:
+        return [*shared, "voters"], ["importance"]
+    names = cache_names(manifest.cache.layers)
+    return (
+        [*shared, "prompt_lengths", "past_lengths", *(f"past_{name}" for name in names)],
+        ["importance", "next_token", *(f"present_{name}" for name in names)],
+    )
+
+
+class _Log:
+    """TensorRT's errors, kept for the messages of exceptions."""
+
+    def __init__(self, trt: Any) -> None:
+        errors: list[str] = []
+
+        class Logger(trt.ILogger):  # type: ignore[misc]
+            def __init__(self) -> None:
+                trt.ILogger.__init__(self)
+
+            def log(self, severity: Any, message: str) -> None:
+                if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
+                    errors.append(" ".join(message.split()))
+
+        self.logger, self._errors = Logger(), errors
+
+    def told(self) -> str:
+        """The last of them."""
+        return "; ".join(self._errors[-3:]) or "TensorRT gave no reason"
