@@ -114,7 +114,8 @@ def test_a_system_prompts_secret_word_is_known_cold_and_warm(pair: SpecPrefill, 
         {"role": "user", "content": passage(prose, 4000, seed=5) + "\n\nWhat is the secret word?"},
     ]
     for _ in range(2):
-        answer = pair.generate(messages, keep=0.2, max_tokens=16, **ALL)
+        # A model this small answers better from contiguous positions.
+        answer = pair.generate(messages, keep=0.2, max_tokens=16, positions="contiguous", **ALL)
         assert answer.plan.reason is Reason.PRUNED
         read = pair.target.tokenizer.decode(answer.plan.input_ids)
         assert messages[0]["content"] in read
