@@ -180,7 +180,7 @@ def demo(
     positions: Annotated[
         str, typer.Option(help="A target this small reads contiguous positions better.")
     ] = "contiguous",
-    seed: Annotated[int, typer.Option(help="Of the passage and the fact.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the passage and the fact.")] = 7,
     document: Document_ = None,
 ) -> None:
     """Plant a fact in a long document, ask for it with and without pruning, show both."""
