@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.test_windows import fresh_ids, random_model
 from trtllm_specprefill.cache import CACHED, Recent, RememberingDraft, key_of, remembering
 from trtllm_specprefill.draft.torch import TorchDraft
+from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.models import Model
 from trtllm_specprefill.pipeline import Generation, SpecPrefill
 from trtllm_specprefill.settings import Settings
@@ -43,6 +44,11 @@ def test_what_was_used_last_is_kept_and_never_more_than_there_is_room_for(
             del model[next(iter(model))]
     for key in range(10):
         assert recent.get(key_of(b"%d" % key)) == model.get(key)
+
+
+def test_room_for_less_than_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match="-1048576 bytes"):
+        TorchDraft(random_model("llama"), -1 << 20)
 
 
 def test_keys_tell_apart_what_is_divided_otherwise() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tests.test_windows import fresh_ids, random_model
+from tests.test_windows import Seen, fresh_ids, random_model
 from trtllm_specprefill.draft import heads as shipped
 from trtllm_specprefill.draft.capture import capturing
 from trtllm_specprefill.draft.heads import Depth, HeadCalibration, calibration_for
@@ -40,20 +40,6 @@ def calibration(*depths: Depth, layers: int, fingerprint: str = "f") -> HeadCali
 
 def depth(*heads: tuple[int, ...]) -> Depth:
     return Depth(layers=len(heads), heads=heads, recall={"0.1": 1.0}, held_out={"0.1": 0.95})
-
-
-class Seen:
-    """Queries and keys of every layer."""
-
-    def __init__(self) -> None:
-        self.queries: list[Any] = []
-        self.keys: list[Any] = []
-        self.scale = 0.0
-
-    def see(self, layer: int, q: Any, k: Any, scale: float, mask: Any) -> None:
-        self.queries.append(q[0].numpy())
-        self.keys.append(k[0].numpy())
-        self.scale = scale
 
 
 def test_only_the_heads_that_were_found_score_and_no_layer_beyond_them_is_run() -> None:

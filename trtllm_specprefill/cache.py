@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_specprefill.draft.base import Draft
+from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.importance import Importance
 from trtllm_specprefill.settings import Settings
 
@@ -30,7 +31,13 @@ class Recent(Generic[T]):
     """The values used last, within a number of bytes. Safe to use from several threads."""
 
     def __init__(self, most: int, size: Callable[[T], int]) -> None:
-        """most: bytes that all values may take together. size: bytes of one value."""
+        """Make an empty one.
+
+        most: bytes that all values may take together. size: bytes of one value. Raises
+        `InputError` when `most` is negative.
+        """
+        if most < 0:
+            raise InputError("cache", f"{most} bytes", "0 or more")
         self._most, self._size, self._used = most, size, 0
         self._values: OrderedDict[bytes, T] = OrderedDict()
         self._lock = threading.Lock()

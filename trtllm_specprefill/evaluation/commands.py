@@ -24,7 +24,7 @@ def calibrate_heads(
         int | None, typer.Option(min=1, help="Deepest pass to try; half of the layers if absent.")
     ] = None,
     slack: Annotated[
-        float, typer.Option(help="Recall given up for a shallower pass, on other prompts.")
+        float, typer.Option(min=0.0, help="Recall given up for a shallower pass, on other prompts.")
     ] = 0.05,
     seed: Annotated[int, typer.Option(help="Of passages and facts.")] = 0,
     document: Annotated[
