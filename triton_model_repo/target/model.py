@@ -7,6 +7,7 @@ life that comes in cancelled is how a running answer learns that nobody reads it
 
 import json
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -35,19 +36,23 @@ class TritonPythonModel:
         own = settings.target
         if own.threads:
             torch.set_num_threads(own.threads)
-        target = load_target(
-            own.backend,
-            own.model,
-            dtype=own.dtype,
-            device=own.device,
-            url=own.url,
-            served_name=own.served_name,
-            as_text=own.as_text,
-            context_tokens=own.context_tokens,
-            timeout_s=own.timeout_s,
-            block_reuse=own.block_reuse,
-            kv_cache_tokens=own.kv_cache_tokens,
-        )
+        # In a thread that ends: OpenMP counts the team of every living thread that once computed,
+        # and threads in excess of the cores do not spin but sleep at every barrier.
+        with ThreadPoolExecutor(1) as loading:
+            target = loading.submit(
+                load_target,
+                own.backend,
+                own.model,
+                dtype=own.dtype,
+                device=own.device,
+                url=own.url,
+                served_name=own.served_name,
+                as_text=own.as_text,
+                context_tokens=own.context_tokens,
+                timeout_s=own.timeout_s,
+                block_reuse=own.block_reuse,
+                kv_cache_tokens=own.kv_cache_tokens,
+            ).result()
         self.facts, self.process = asdict(target.position_support), str(uuid.uuid4())
         self.worker = AnsweringWorker(target, settings.limits.answers)
         self.metrics = TargetMetrics(pb)
