@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from trtllm_specprefill.draft.base import Draft
-from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.errors import ContextTooLong, InputError
 from trtllm_specprefill.importance import Importance
 from trtllm_specprefill.pipeline import SpecPrefill
 from trtllm_specprefill.plan import (
     PrunePlan,
     Reason,
+    check_fits,
     dense_plan,
     make_plan,
     resolve_positions,
@@ -193,7 +194,6 @@ def run_case(
             "keep_rate": plan.keep_rate,
             "fact_kept": fact_kept(prompt, kept, case),
             "positions": positions,
-            "reason": plan.reason.value,
         }
     return {**row, "results": results}
 
@@ -206,14 +206,24 @@ def _timed_score(draft: Draft, prompt: Prompt, row: dict[str, Any]) -> Importanc
 
 
 def answer(model: SpecPrefill, plan: PrunePlan, sampling: Sampling, case: Case) -> dict[str, Any]:
-    """What the target answers to `plan`, and whether the fact is in it."""
+    """What the target answers to `plan`, and whether the fact is in it; "" to one too long."""
+    try:
+        check_fits(plan, model.target.position_support.context, sampling.max_tokens)
+    except ContextTooLong:
+        reason = Reason.CONTEXT_TOO_LONG.value
+        return {"right": False, "text": "", "target_prefill_s": None, "reason": reason}
     begin = time.perf_counter()
     prefill = 0.0
     text = ""
     for step in model.target.stream(plan, sampling):
         prefill = prefill or time.perf_counter() - begin
         text += step.text
-    return {"right": case.answer in text, "text": text, "target_prefill_s": prefill}
+    return {
+        "right": case.answer in text,
+        "text": text,
+        "target_prefill_s": prefill,
+        "reason": plan.reason.value,
+    }
 
 
 def fact_kept(prompt: Prompt, kept: Kept, case: Case) -> bool:
