@@ -27,7 +27,7 @@ from trtllm_specprefill import cli
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import DraftFailed
 from trtllm_specprefill.evaluation.haystack import haystack
-from trtllm_specprefill.evaluation.needle import cases
+from trtllm_specprefill.evaluation.needle import Case, cases
 from trtllm_specprefill.evaluation.report import command, machine
 from trtllm_specprefill.forward import last_logits, new_cache
 from trtllm_specprefill.importance import Importance
@@ -37,6 +37,7 @@ from trtllm_specprefill.plan import make_plan
 from trtllm_specprefill.prompt import ask, encode, prepare
 from trtllm_specprefill.selection import select
 from trtllm_specprefill.settings import Settings
+from trtllm_specprefill.target.torch import TorchTarget
 
 # What each pruned arm asks of the draft.
 DRAFTS: dict[str, dict[str, Any]] = {"paper": {"scoring": "lookahead"}, "fast": {}}
@@ -75,16 +76,17 @@ def bench(
 ) -> None:
     """Measure, print a short summary, and write `bench.json`."""
     if peak:
-        print(json.dumps(_peak(draft, dtype, memory_tokens, peak)))
+        print(json.dumps(_peak(draft, dtype, memory_tokens, peak, rounds)))
         return
     memory = {
         what: _alone(draft, dtype, memory_tokens, what) for what in ("load", "prefill", *DRAFTS)
     }
-    grown = [_alone(draft, dtype, n, "fast") for n in growth]
+    grown = [_alone(draft, dtype, n, "fast", rounds) for n in growth]
     model = SpecPrefill.from_pretrained(draft, target, dtype=dtype, progress=_say)
     assert isinstance(model.draft, TorchDraft)
     lengths = [_stages(model, n, keep, positions, rounds) for n in tokens]
     second = _second_turn(model, max(tokens), keep, positions, rounds)
+    known = _known_head(model, positions, rounds)
     planned = _planning(model, plan_tokens, rounds)
     report = {
         "command": command(),
@@ -99,6 +101,7 @@ def bench(
         "growth": grown,
         "lengths": lengths,
         "second_turn": second,
+        "known_head": known,
         "planning": planned,
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -118,6 +121,10 @@ def bench(
     print(
         f"second turn after {second['known_tokens']} tokens: TTFT {second['warm_ttft_s']:.2f} s,"
         f" with nothing kept {second['cold_ttft_s']:.2f} s, {second['warm_share']:.0%}"
+    )
+    print(
+        f"system prompt of {known['head_tokens']} tokens, known: TTFT {known['warm_ttft_s']:.2f} s,"
+        f" not known {known['cold_ttft_s']:.2f} s, {known['warm_share']:.0%}"
     )
     print(
         f"selecting and planning {planned['tokens']} tokens: {1e3 * planned['seconds']:.0f} ms"
@@ -218,6 +225,43 @@ def _second_turn(
     }
 
 
+def _known_head(model: SpecPrefill, positions: str, rounds: int) -> dict[str, Any]:
+    """TTFT of a document behind a system prompt whose keys and values are kept, and are not."""
+    assert isinstance(model.target, TorchTarget)
+    rules, first, second = cases(haystack(), model.target.tokenizer, [1000, 3000], [1, 2], 9)
+    loaded, knobs = model.target.model, {"keep": 0.35, "threshold": 0, "positions": positions}
+
+    def told(case: Case) -> list[dict[str, str]]:
+        return [
+            {"role": "system", "content": rules.context},
+            {"role": "user", "content": f"{case.context}\n\n{case.question}"},
+        ]
+
+    runs = []
+    for i in range(rounds):
+        keeping = SpecPrefill(model.draft, TorchTarget(loaded, KEPT_BYTES))
+        keeping.generate(told(first), max_tokens=1, **knobs)
+        warm = keeping.generate(told(second), max_tokens=16, **knobs)
+        cold = SpecPrefill(model.draft, TorchTarget(loaded, KEPT_BYTES)).generate(
+            told(second), max_tokens=16, **knobs
+        )
+        if warm.text != cold.text or warm.plan.reason.value != "pruned":
+            raise DraftFailed(f"{warm.plan.reason.value}: {warm.text!r}, {cold.text!r}")
+        runs.append((warm, cold))
+        _say(f"known system prompt, round {i + 1}: {warm.ttft_s:.2f} s, cold {cold.ttft_s:.2f} s")
+    warm, cold = runs[0]
+    return {
+        "head_tokens": warm.plan.head,
+        "prompt_tokens": warm.plan.prompt_tokens,
+        "kept_tokens": int(warm.plan.input_ids.size),
+        "warm_ttft_s": statistics.median(w.ttft_s for w, _ in runs),
+        "cold_ttft_s": statistics.median(c.ttft_s for _, c in runs),
+        "warm_share": statistics.median(w.ttft_s / c.ttft_s for w, c in runs),
+        "warm_stages": warm.stages,
+        "cold_stages": cold.stages,
+    }
+
+
 def _planning(model: SpecPrefill, tokens: int, rounds: int) -> dict[str, Any]:
     """Processor seconds of selecting from a long prompt, scores given, and of its plan."""
     prose, tokenizer = haystack(), model.target.tokenizer
@@ -247,13 +291,14 @@ def _matrix_rate(config: Any, dtype: torch.dtype) -> float:
     return 2.0 * rows.numel() * inner / min(seconds)
 
 
-def _alone(draft: str, dtype: str, tokens: int, what: str) -> dict[str, float]:
+def _alone(draft: str, dtype: str, tokens: int, what: str, rounds: int = 1) -> dict[str, float]:
     """Peak resident memory and time of loading, of a prefill, or of scoring, in a process."""
     _say(f"{what} at {tokens} tokens, alone")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "perf.bench", "--peak", what),
             *("--draft", draft, "--dtype", dtype, "--memory-tokens", str(tokens)),
+            *("--rounds", str(rounds)),
         ],
         check=True,
         capture_output=True,
@@ -263,18 +308,21 @@ def _alone(draft: str, dtype: str, tokens: int, what: str) -> dict[str, float]:
     return result
 
 
-def _peak(draft: str, dtype: str, tokens: int, what: str) -> dict[str, float]:
+def _peak(draft: str, dtype: str, tokens: int, what: str, rounds: int) -> dict[str, float]:
     model = load_model(draft, dtype)
     scorer = TorchDraft(model)
     ids = encode(model.tokenizer, haystack()[: tokens * 8], special=True).ids[:tokens]
-    started = time.perf_counter()
-    if what in DRAFTS:
-        scorer.score(ids, Settings.of(**DRAFTS[what]))
-    elif what == "prefill":
-        _prefill(model, ids)
+    seconds = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        if what in DRAFTS:
+            scorer.score(ids, Settings.of(**DRAFTS[what]))
+        elif what == "prefill":
+            _prefill(model, ids)
+        seconds.append(time.perf_counter() - started)
     return {
         "tokens": len(ids),
-        "seconds": time.perf_counter() - started,
+        "seconds": statistics.median(seconds),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 

@@ -211,7 +211,7 @@ def test_the_target_decodes_what_transformers_decodes(across: SpecPrefill, prose
     dense = across.generate(text, enabled=False, max_tokens=12)
     assert dense.plan.prompt_tokens > 600
     ids = torch.from_numpy(dense.plan.input_ids).long()[None]
-    module = across.target._model.module
+    module = across.target.model.module
     expected = module.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     assert list(dense.token_ids) == expected.tolist()[: len(dense.token_ids)]
 

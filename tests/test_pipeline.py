@@ -535,6 +535,29 @@ def test_a_dense_request_after_a_pruned_one_is_answered_as_if_alone(
     assert again.text == first.text
 
 
+def test_the_target_may_read_the_head_before_the_draft_has_scored(
+    byte_level: Any, text: str
+) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+    order: list[Any] = []
+
+    class Ahead(ScriptedTarget):
+        def read_ahead(self, head: NDArray[np.int32]) -> None:
+            order.append(head)
+
+    class Noting(ScriptedDraft):
+        def score(self, *args: Any) -> Importance:
+            order.append("score")
+            return super().score(*args)
+
+    target = Ahead(byte_level)
+    answered(Noting(byte_level), target, messages)
+    head, then = order
+    assert then == "score"
+    assert head.size == target.plans[0].head > 0
+    np.testing.assert_array_equal(head, target.plans[0].input_ids[: head.size])
+
+
 @pytest.mark.parametrize("taken", [0, 1, 3])
 def test_closing_the_stream_stops_the_target(byte_level: Any, text: str, taken: int) -> None:
     target = ScriptedTarget(byte_level)

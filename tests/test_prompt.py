@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.strategies import WORDS, texts
 from trtllm_specprefill.errors import InputError, TokenizerMismatch
 from trtllm_specprefill.importance import Importance
-from trtllm_specprefill.plan import PrunePlan, make_plan
+from trtllm_specprefill.plan import PrunePlan, Reason, dense_plan, make_plan
 from trtllm_specprefill.prompt import Prompt, Span, ask, encode, prepare, tokenizer_difference
 from trtllm_specprefill.selection import Kept, select
 from trtllm_specprefill.settings import Settings
@@ -289,6 +289,42 @@ def test_system_and_developer_messages_are_kept_whole_by_default(byte_level: Any
     ]
     prompt = prepare(messages, target_tokenizer=byte_level)
     assert words_of(prompt, "system") == ["Be brief. 简短。", "Answer in verse."]
+
+
+@given(data=st.data())
+def test_the_head_is_what_prompts_of_one_system_prompt_begin_with(
+    byte_level: Any, data: st.DataObject
+) -> None:
+    system = {"role": "system", "content": lengthy(data.draw(st.integers(1, 60)))}
+    prompts = [
+        prepare(
+            [system, {"role": "user", "content": "Q" + data.draw(texts()) + lengthy(300)}],
+            target_tokenizer=byte_level,
+            settings=Settings(keep_rate=0.6, min_keep_tokens=0),
+            protect=protect,
+        )
+        for protect in ([], [system["content"][:3]])
+    ]
+    heads = [prompt.head for prompt in prompts]
+    system_end = prompts[0].text.find(system["content"]) + len(system["content"])
+    for prompt, head in zip(prompts, heads, strict=True):
+        assert prompt.target.ends[head - 1] >= system_end
+        for positions in ("original", "contiguous"):
+            plan = make_plan(prompt, select(prompt, random_importance(prompt)), positions)
+            assert plan.head == head < plan.input_ids.size
+            np.testing.assert_array_equal(plan.input_ids[:head], prompts[0].target.ids[:head])
+            np.testing.assert_array_equal(plan.position_ids[:head], np.arange(head))
+        assert dense_plan(prompt, Reason.DISABLED).head == head
+    assert heads[0] == heads[1]
+
+
+def test_a_text_and_a_chat_without_a_system_prompt_have_no_more_head_than_their_template(
+    byte_level: Any,
+) -> None:
+    assert prepare(lengthy(200), target_tokenizer=byte_level).head == 0
+    chat = prepare([{"role": "user", "content": lengthy(200)}], target_tokenizer=byte_level)
+    begin = next(s for s in chat.protected if s.rule == "control")
+    assert chat.target.ends[: chat.head].max(initial=0) <= begin.end
 
 
 def test_the_roles_that_are_protected_can_be_chosen(byte_level: Any) -> None:

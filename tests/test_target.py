@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.test_judges import Spelling, random_model
 from trtllm_specprefill.errors import ContextTooLong, TargetFailed
 from trtllm_specprefill.plan import PrunePlan, Reason, check_fits
 from trtllm_specprefill.settings import Sampling
-from trtllm_specprefill.target.torch import TorchTarget
+from trtllm_specprefill.target.torch import SHORTEST_HEAD, TorchTarget
 
 
 def dense(ids: np.ndarray) -> PrunePlan:
@@ -72,3 +75,93 @@ def test_a_prompt_that_does_not_fit_says_why_it_was_not_pruned() -> None:
     check_fits(plan, 60, 10)
     with pytest.raises(ContextTooLong, match=r"50 tokens.* 60 positions.*no draft is loaded"):
         check_fits(plan, 60, 11)
+
+
+# --- heads kept between prompts
+
+
+def headed(head: np.ndarray, n: int, *, contiguous: bool = False) -> PrunePlan:
+    """A pruned plan of `n` ids behind `head`."""
+    ids = np.concatenate([head, random_ids(n)])
+    gaps = np.random.default_rng().integers(1, 4, n).cumsum()
+    at = np.concatenate([np.arange(head.size), head.size - 1 + gaps]).astype(np.int32)
+    if contiguous:
+        at = np.arange(ids.size, dtype=np.int32)
+    end = int(at[-1]) + 1
+    kind = "contiguous" if contiguous else "original"
+    return PrunePlan(ids, at, end, kind, end, Reason.PRUNED, head=int(head.size))
+
+
+def counted(target: TorchTarget, work: Callable[[], object]) -> tuple[int, object]:
+    """Tokens that the model was fed by `work`, and what it gave."""
+    fed: list[int] = []
+    hook = target.model.module.register_forward_pre_hook(
+        lambda _, args, given: fed.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    with torch.inference_mode():
+        got = work()
+    hook.remove()
+    return sum(fed), got
+
+
+def tokens_of(target: TorchTarget, plan: PrunePlan) -> list[int]:
+    return [t for step in target.stream(plan, Sampling(max_tokens=6)) for t in step.token_ids]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_a_known_head_is_not_read_again_and_the_answer_is_the_same(family: str) -> None:
+    model = replace(random_model(family, Spelling()), eos_token_ids=frozenset())
+    head = random_ids(SHORTEST_HEAD + int(np.random.default_rng().integers(90)))
+    warm = TorchTarget(model, 1 << 26)
+    tokens_of(warm, headed(head, 30))
+    for contiguous in (False, True):
+        plan = headed(head, 50, contiguous=contiguous)
+        cold = TorchTarget(model, 1 << 26)
+        cold_fed, expected = counted(cold, lambda plan=plan, cold=cold: tokens_of(cold, plan))
+        warm_fed, got = counted(warm, lambda plan=plan: tokens_of(warm, plan))
+        assert got == expected == tokens_of(warm, plan)
+        assert (cold_fed, warm_fed) == (plan.input_ids.size + 5, 50 + 5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_head_read_by_itself_gives_the_logits_of_one_pass(family: str) -> None:
+    model = random_model(family, Spelling())
+    head = random_ids(100)  # longer than gemma3's window
+    plan = headed(head, 40)
+    whole = torch.from_numpy(TorchTarget(model)._logits(plan))
+    with torch.inference_mode():
+        target = TorchTarget(model, 1 << 26)
+        assert target._heads is not None
+        cache = target._head(head, target._heads)
+        ids, at = (torch.from_numpy(a[100:]).long() for a in (plan.input_ids, plan.position_ids))
+        split = target._forward(ids, at, cache)
+    torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_read_ahead_is_there_for_the_plan() -> None:
+    model = replace(random_model("llama", Spelling()), eos_token_ids=frozenset())
+    plan = headed(random_ids(80), 30)
+    target = TorchTarget(model, 1 << 26)
+    assert counted(target, lambda: target.read_ahead(plan.input_ids[:80]))[0] == 80
+    fed, got = counted(target, lambda: tokens_of(target, plan))
+    assert (fed, got) == (30 + 5, tokens_of(TorchTarget(model, 1 << 26), plan))
+    forgetting = TorchTarget(model)
+    assert counted(forgetting, lambda: forgetting.read_ahead(plan.input_ids[:80]))[0] == 0
+
+
+def test_a_head_that_cannot_be_read_fails_with_its_plan_only() -> None:
+    model = random_model("llama", Spelling())
+    target, plan = TorchTarget(model, 1 << 26), headed(random_ids(80), 30)
+    plan.input_ids[7] = 9000
+    target.read_ahead(plan.input_ids[:80])
+    with pytest.raises(TargetFailed, match="llama"):
+        next(target.stream(plan, Sampling()))
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=8), st.sampled_from([1, 40_000, 1 << 26]))
+def test_heads_that_displace_one_another_change_no_answer(order: list[int], room: int) -> None:
+    model = replace(random_model("llama", Spelling()), eos_token_ids=frozenset())
+    plans = [headed(random_ids(70 + 9 * i), 12) for i in range(4)]
+    alone = [tokens_of(TorchTarget(model, room), plan) for plan in plans]
+    target = TorchTarget(model, room)
+    assert [tokens_of(target, plans[i]) for i in order] == [alone[i] for i in order]

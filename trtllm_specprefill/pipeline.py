@@ -164,9 +164,10 @@ class SpecPrefill:
         """Load both models under torch; see `models.load_model` for names, dtype and device.
 
         The same name twice loads one set of weights. draft_engine: folder of a draft that
-        `engine_build` made, in the place of `draft`. cache_mib: mebibytes of the draft's work that
-        are kept between prompts, see `cache`. Raises `InputError` for a model that cannot be
-        used, `UnsupportedModel` for a family whose attention cannot be captured.
+        `engine_build` made, in the place of `draft`. cache_mib: mebibytes of its work that each of
+        the two keeps between prompts, see `cache` and `PrunePlan.head`. Raises `InputError` for
+        a model that cannot be used, `UnsupportedModel` for a family whose attention cannot be
+        captured.
         """
         if draft_engine is not None:
             scorer = load_draft(
@@ -176,15 +177,16 @@ class SpecPrefill:
                 cache_mib=cache_mib,
                 progress=progress,
             )
-            return cls(scorer, TorchTarget(load_model(target, dtype, device, progress)))
-        target_model = load_model(target, dtype, device, progress)
+            target_model = load_model(target, dtype, device, progress)
+            return cls(scorer, TorchTarget(target_model, cache_mib << 20))
+        target_model, keep = load_model(target, dtype, device, progress), cache_mib << 20
         if draft is None:
-            return cls(None, TorchTarget(target_model))
+            return cls(None, TorchTarget(target_model, keep))
         draft_model = (
             target_model if draft == target else load_model(draft, dtype, device, progress)
         )
-        keep = cache_mib << 20
-        return cls(remembering(TorchDraft(draft_model, keep), keep), TorchTarget(target_model))
+        scorer = remembering(TorchDraft(draft_model, keep), keep)
+        return cls(scorer, TorchTarget(target_model, keep))
 
     def generate(
         self,
@@ -365,6 +367,9 @@ class SpecPrefill:
             shared_tokenizer=prompt.shared_tokenizer,
             separator=prompt.settings.separator,
         )
+        if prompt.head:
+            with clock.stage("read_ahead"):
+                self.target.read_ahead(prompt.target.ids[: prompt.head])
         with clock.stage("draft"):
             importance = self._score(prompt)
         clock.split("draft", importance.seconds)

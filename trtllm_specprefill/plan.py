@@ -62,7 +62,8 @@ class PrunePlan:
 
     input_ids, position_ids: int32 `[M]`; positions strictly increasing. next_position: of the
     first generated token. prompt_tokens: N, the length of the unpruned prompt. reason: `pruned`,
-    or why not; detail says the same in words. kept: the selection, when pruned.
+    or why not; detail says the same in words. kept: the selection, when pruned. head: ids at the
+    start, at positions 0, 1, 2 ..., that other prompts begin with too; see `Prompt.head`.
     """
 
     input_ids: NDArray[np.int32]
@@ -73,6 +74,7 @@ class PrunePlan:
     reason: Reason
     detail: str = ""
     kept: Kept | None = None
+    head: int = 0
 
     @property
     def keep_rate(self) -> float:
@@ -84,7 +86,8 @@ def dense_plan(prompt: Prompt, reason: Reason, detail: str = "") -> PrunePlan:
     """The full prompt at its own positions, and why."""
     n = len(prompt.target)
     positions = np.arange(n, dtype=np.int32)
-    return PrunePlan(prompt.target.ids, positions, n, "original", n, reason, detail)
+    ids, head = prompt.target.ids, prompt.head
+    return PrunePlan(ids, positions, n, "original", n, reason, detail, head=head)
 
 
 def resolve_positions(
@@ -145,14 +148,15 @@ def make_plan(
     """
     indices = np.flatnonzero(kept.target_tokens).astype(np.int32)
     n = len(prompt.target)
-    ids = prompt.target.ids[indices]
+    ids, head = prompt.target.ids[indices], prompt.head
     if positions == "original":
-        return PrunePlan(ids, indices, n, positions, n, Reason.PRUNED, kept=kept)
+        return PrunePlan(ids, indices, n, positions, n, Reason.PRUNED, kept=kept, head=head)
     if separator_ids is not None and separator_ids.size:
         gaps = np.flatnonzero(np.diff(indices) > 1) + 1
         ids = np.insert(ids, np.repeat(gaps, separator_ids.size), np.tile(separator_ids, gaps.size))
     fresh = np.arange(ids.size, dtype=np.int32)
-    return PrunePlan(ids, fresh, int(ids.size), positions, n, Reason.PRUNED, kept=kept)
+    m = int(ids.size)
+    return PrunePlan(ids, fresh, m, positions, n, Reason.PRUNED, kept=kept, head=head)
 
 
 def check_fits(plan: PrunePlan, context: int, max_tokens: int) -> None:

@@ -90,6 +90,20 @@ class Prompt:
         """Whether draft and target read the same ids."""
         return self.draft is self.target
 
+    @property
+    def head(self) -> int:
+        """Tokens at the start that are kept by what they are: template, tools, system prompt.
+
+        The same whatever the user says and the draft finds, so a target need not read them anew.
+        """
+        reach = 0
+        for span in self.protected:
+            if span.start > reach:
+                break
+            if span.rule in ("control", "system"):
+                reach = max(reach, span.end)
+        return int(np.searchsorted(self.target.ends, reach, side="right")) if reach else 0
+
 
 class _Message(BaseModel):
     model_config = ConfigDict(extra="allow")

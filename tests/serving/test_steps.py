@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from trtllm_specprefill.errors import (
     Cancelled,
@@ -32,7 +33,11 @@ from trtllm_specprefill.plan import PrunePlan, Reason
 from trtllm_specprefill.serving.client import RequestFailed, stream
 from trtllm_specprefill.serving.control import check_folder, listen, tell
 from trtllm_specprefill.serving.metrics import OrchestratorMetrics
-from trtllm_specprefill.serving.orchestrator import importance_tensors, read_importance
+from trtllm_specprefill.serving.orchestrator import (
+    Orchestrator,
+    importance_tensors,
+    read_importance,
+)
 from trtllm_specprefill.serving.settings import ServeSettings
 from trtllm_specprefill.serving.wire import read_request, text_tensor
 from trtllm_specprefill.serving.workers import Answer, AnsweringWorker, ScoringWorker
@@ -265,6 +270,48 @@ class LoneMetric:
         self._busy = False
 
     set = observe = increment
+
+
+def test_a_head_is_read_before_the_answers_that_come_after_it_and_may_fail() -> None:
+    class Ahead(CountingTarget):
+        def read_ahead(self, head: NDArray[np.int32]) -> None:
+            self.order.append((int(head[0]), 0))
+            if head[0] == 2:
+                raise RuntimeError("a bug")
+
+    target = Ahead()
+    worker: Any = AnsweringWorker(target, 1)  # type: ignore[arg-type]
+    for key in (1, 2, 3):
+        worker.read_ahead(np.array([key], dtype=np.int32))
+        client = Client(key, 1)
+        worker.submit(client.job)
+        assert client.ended.wait(10)
+    assert target.order == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
+
+
+def test_the_orchestrator_tells_the_target_of_a_head_where_the_two_have_their_own_devices(
+    tmp_path: Path,
+) -> None:
+    told: list[dict[str, Any]] = []
+
+    def tell_target(model: str, message: dict[str, Any]) -> dict[str, Any]:
+        told.append(message)
+        if message["message"] == "head":
+            raise TargetFailed("down")  # which is nobody's affair yet
+        return {"honoured": True, "window": None, "context": 8192}
+
+    def head(**target: Any) -> list[list[int]]:
+        told.clear()
+        settings = ServeSettings.of({"target": target})
+        pipeline = Orchestrator(settings, lambda _: {}, tell_target)._pipeline
+        pipeline.target.read_ahead(np.array([5, 6], dtype=np.int32))
+        return [message["ids"] for message in told]
+
+    assert head() == []
+    assert head(device="cuda:1") == [[5, 6]]
+    assert head(read_ahead=True) == [[5, 6]]
+    assert head(device="cuda:1", cache_mib=0) == []
+    assert head(device="cuda:1", read_ahead=False) == []
 
 
 def test_threads_take_turns_at_a_metric() -> None:

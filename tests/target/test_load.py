@@ -33,7 +33,7 @@ def test_an_engine_is_found_by_its_folder(
 ) -> None:
     torch_target = load_target("torch", str(folder), dtype="float32", device="cpu")
     install("recorded_1_2", monkeypatch)
-    setup = engine.Setup(torch_target._model)  # type: ignore[attr-defined]
+    setup = engine.Setup(torch_target.model)  # type: ignore[attr-defined]
     monkeypatch.setattr(engine, "setup", setup)
     manifest_of(kind, model=str(folder)).write(tmp_path)
     target = load_target(kind, str(tmp_path), timeout_s=60)

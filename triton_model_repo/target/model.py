@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton_python_backend_utils as pb
 
@@ -52,6 +53,7 @@ class TritonPythonModel:
                 timeout_s=own.timeout_s,
                 block_reuse=own.block_reuse,
                 kv_cache_tokens=own.kv_cache_tokens,
+                cache_mib=own.cache_mib,
             ).result()
         self.facts, self.process = asdict(target.position_support), str(uuid.uuid4())
         self.worker = AnsweringWorker(target, settings.limits.answers)
@@ -77,6 +79,9 @@ class TritonPythonModel:
             return self.facts
         if message["message"] == "ping":
             return {"process": self.process}
+        if message["message"] == "head":
+            self.worker.read_ahead(np.array(message["ids"], dtype=np.int32))
+            return {}
         if message.get("process", self.process) != self.process:
             return {"state": "down"}  # what it was handed is lost with the process before
         return {"state": self.worker.wait(message["id"], message["seconds"])}
@@ -101,6 +106,7 @@ class TritonPythonModel:
             wanted["positions"],
             wanted["prompt_tokens"],
             Reason(wanted["reason"]),
+            head=wanted["head"],
         )
         return Answer(
             wanted["id"],

@@ -162,8 +162,8 @@ def read_importance(outputs: dict[str, NDArray[Any]], elapsed: float) -> Importa
 class _KnownTarget(Target):
     """What must be known of the target to plan for it; the `target` model has the weights."""
 
-    def __init__(self, model: str, tell: Tell) -> None:
-        self.name, self._tell = model, tell
+    def __init__(self, model: str, tell: Tell, reads_ahead: bool) -> None:
+        self.name, self._tell, self._reads_ahead = model, tell, reads_ahead
         self.tokenizer = load_tokenizer(model)
         self._config = load_config(model)
         self._support: PositionSupport | None = None
@@ -178,6 +178,11 @@ class _KnownTarget(Target):
     def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
         raise NotImplementedError("the `target` model answers")
 
+    def read_ahead(self, head: NDArray[np.int32]) -> None:
+        if self._reads_ahead and head.size:
+            with suppress(TargetFailed):  # down: the plan will find it so, or up again
+                self._tell("target", {"message": "head", "ids": head.tolist()})
+
     def operations(self, tokens: int) -> float:
         return prefill_operations(self._config, tokens)
 
@@ -189,7 +194,7 @@ class Orchestrator:
         """Load the two tokenizers; the other models are not asked before the first request."""
         draft = RemoteDraft(settings.draft.model, score, tell, settings.limits)
         model = source_model(settings.target.backend, settings.target.model)
-        self._pipeline = SpecPrefill(draft, _KnownTarget(model, tell))
+        self._pipeline = SpecPrefill(draft, _KnownTarget(model, tell, settings.reads_ahead))
         self._settings = settings
 
     def plan(self, request: Request, in_flight: InFlight, waited: float) -> Planned:
@@ -236,6 +241,7 @@ def plan_tensors(
                 "positions": plan.positions,
                 "prompt_tokens": plan.prompt_tokens,
                 "reason": plan.reason.value,
+                "head": plan.head,
                 "received": received,
                 "sent": time.time(),
             }

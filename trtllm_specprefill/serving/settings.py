@@ -68,6 +68,17 @@ class TargetSettings(ModelSettings):
     kv_cache_tokens: int | None = Field(
         default=None, ge=1, description="of an engine's KV cache; all there is room for when absent"
     )
+    cache_mib: int = Field(
+        default=256,
+        ge=0,
+        description="of torch: mebibytes of keys and values kept of how prompts begin, tools and"
+        " system prompt, so that they are not read again; 0 keeps nothing",
+    )
+    read_ahead: bool | None = Field(
+        default=None,
+        description="of torch: read that beginning while the draft scores; when absent, where the"
+        " two have devices of their own",
+    )
 
 
 class Limits(_Part):
@@ -126,6 +137,14 @@ class ServeSettings(_Part):
                 raise cause from None
             name = ".".join(str(part) for part in first["loc"])
             raise InputError(name or "settings", first["input"], first["msg"]) from None
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the target reads the head of a prompt while the draft scores it."""
+        if self.target.backend != "torch" or not self.target.cache_mib:
+            return False
+        asked = self.target.read_ahead
+        return self.draft.device != self.target.device if asked is None else asked
 
     def check_positions(self) -> None:
         """Raise `InputError` when all requests ask for positions that the target has not."""

@@ -121,6 +121,7 @@ class AnsweringWorker:
     def __init__(self, target: Target, answers: int) -> None:
         self._target, self._answers = target, answers
         self._waiting: deque[Answer] = deque()
+        self._heads: deque[NDArray[np.int32]] = deque()
         self._running: list[Answer] = []
         self._gone, self._over = _Recent(), _Recent()
         self._changed = threading.Condition()
@@ -130,6 +131,12 @@ class AnsweringWorker:
         """Take a job; `send` and `fail` are called from the worker's thread."""
         with self._changed:
             self._waiting.append(job)
+            self._changed.notify_all()
+
+    def read_ahead(self, head: NDArray[np.int32]) -> None:
+        """Let the target read the head of a prompt before the plan for it comes."""
+        with self._changed:
+            self._heads.append(head)
             self._changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
@@ -154,9 +161,13 @@ class AnsweringWorker:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._running)
+                self._changed.wait_for(lambda: self._heads or self._waiting or self._running)
+                heads = [self._heads.popleft() for _ in range(len(self._heads))]
                 room = self._answers - len(self._running)
                 fresh = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+            for head in heads:
+                with suppress(Exception):  # the answer that needs it meets the same, and says so
+                    self._target.read_ahead(head)
             for job in fresh:
                 self._running.append(job)
                 self._advance(job)

@@ -7,6 +7,9 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from trtllm_specprefill.plan import PositionSupport, PrunePlan
 from trtllm_specprefill.settings import Sampling
 
@@ -45,6 +48,13 @@ class Target(ABC):
 
         The first step comes as soon as the first token is known. Closing the iterator stops the
         work. Raises `TargetFailed` when the model fails; nothing of a failed prefill is kept.
+        """
+
+    def read_ahead(self, head: NDArray[np.int32]) -> None:  # noqa: B027  (most cannot)
+        """Read the head of a prompt, ids `[H]` at positions 0 to H - 1, whose plan is to come.
+
+        `stream` of a plan that begins with it has less to do then, and gives the same. Whatever
+        fails here fails there again, so nothing is raised. A GPU reads while the caller goes on.
         """
 
     @abstractmethod

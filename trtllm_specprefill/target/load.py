@@ -27,6 +27,7 @@ def load_target(
     context_tokens: int | None = None,
     block_reuse: bool = False,
     kv_cache_tokens: int | None = None,
+    cache_mib: int = 0,
     timeout_s: float = 600.0,
     progress: Progress | None = None,
 ) -> Target:
@@ -44,6 +45,8 @@ def load_target(
         context_tokens: positions of an endpoint, where it has fewer than its model.
         block_reuse: of an engine: keep KV blocks, pruned prompts under salts of their own.
         kv_cache_tokens: of an engine: what its KV cache holds; None for all there is room for.
+        cache_mib: of `torch`: mebibytes of keys and values of heads kept between prompts, see
+            `PrunePlan.head`.
         timeout_s: of engines and endpoints: longest wait for the next token.
         progress: told, in a line each, of anything that takes long.
 
@@ -56,7 +59,7 @@ def load_target(
     if kind == "torch":
         from trtllm_specprefill.target.torch import TorchTarget
 
-        return TorchTarget(load_model(model, dtype, device, progress))
+        return TorchTarget(load_model(model, dtype, device, progress), cache_mib << 20)
     if kind == "endpoint":
         from trtllm_specprefill.target.endpoint import EndpointTarget, connect
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from itertools import count
 
 import numpy as np
@@ -15,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from trtllm_specprefill.cache import Recent
 from trtllm_specprefill.errors import TargetFailed
 from trtllm_specprefill.forward import last_logits, new_cache, watch_layers
 from trtllm_specprefill.models import Model
@@ -26,6 +29,8 @@ from trtllm_specprefill.target.evidence import evidence_for
 from trtllm_specprefill.target.positions import check_positions
 from trtllm_specprefill.target.steps import Chunk, assemble
 
+SHORTEST_HEAD = 64  # tokens; reading fewer by themselves costs what is saved later
+
 
 class TorchTarget(Target):
     """Answers with any causal language model that transformers can load.
@@ -34,9 +39,15 @@ class TorchTarget(Target):
     at scattered positions must give other logits than at contiguous ones.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, keep: int = 0) -> None:
+        """Check how it treats positions.
+
+        keep: bytes of keys and values of heads (see `PrunePlan.head`) kept between prompts. Unless
+        0, a head is read by itself whether it is known or not, so that both give the same.
+        """
         self.name, self.tokenizer = model.name, model.tokenizer
-        self._model, self.fingerprint = model, model.fingerprint
+        self._heads: Recent[DynamicCache] | None = Recent(keep, _bytes_of) if keep else None
+        self.model, self.fingerprint = model, model.fingerprint
         watch_layers(model)
         evidence = evidence_for(model.fingerprint)
         self.position_support = PositionSupport(
@@ -49,31 +60,51 @@ class TorchTarget(Target):
 
     @torch.inference_mode()
     def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
-        """See `Target.stream`. A fresh KV cache per call; nothing outlives the iterator."""
-        ends = self._model.eos_token_ids
+        """See `Target.stream`. A KV cache per call; none of it but a head outlives the iterator."""
+        ends = self.model.eos_token_ids
         yield from assemble(self._chunks(plan, sampling), self.tokenizer, sampling, ends)
+
+    @torch.inference_mode()
+    def read_ahead(self, head: NDArray[np.int32]) -> None:
+        """See `Target.read_ahead`. Without a place to keep it, nothing is read."""
+        if self._heads is not None and head.size >= SHORTEST_HEAD:
+            with suppress(TargetFailed):
+                self._head(head, self._heads)
 
     def operations(self, tokens: int) -> float:
         """See `Target.operations`."""
-        return prefill_operations(self._model.config, tokens)
+        return prefill_operations(self.model.config, tokens)
 
     def _chunks(self, plan: PrunePlan, sampling: Sampling) -> Generator[Chunk, None, None]:
         """Token by token, for as long as it is asked for another."""
-        draw = _sampler(sampling, self._model.device)
-        cache = new_cache(self._model)
-        ids = torch.from_numpy(plan.input_ids).long()
-        positions = torch.from_numpy(plan.position_ids).long()
+        draw = _sampler(sampling, self.model.device)
+        read, cache = 0, new_cache(self.model)
+        if self._heads is not None and SHORTEST_HEAD <= plan.head < plan.input_ids.size:
+            read = plan.head
+            cache = copy.deepcopy(self._head(plan.input_ids[:read], self._heads))
+        ids = torch.from_numpy(plan.input_ids[read:]).long()
+        positions = torch.from_numpy(plan.position_ids[read:]).long()
         for position in count(plan.next_position):
             token = draw(self._forward(ids, positions, cache))
             yield Chunk((token,))
             ids, positions = torch.tensor([token]), torch.tensor([position])
+
+    def _head(self, ids: NDArray[np.int32], heads: Recent[DynamicCache]) -> DynamicCache:
+        """The KV cache of a head, known or read now; not to be fed."""
+        key = ids.tobytes()
+        cache = heads.get(key)
+        if cache is None:
+            cache = new_cache(self.model)
+            self._forward(torch.from_numpy(ids).long(), torch.arange(ids.size), cache)
+            heads.put(key, cache)
+        return cache
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
     ) -> torch.Tensor:
         """Logits `[vocab]` after the last of `ids`; `TargetFailed` unless all are finite."""
         try:
-            logits = last_logits(self._model, ids, positions, cache)
+            logits = last_logits(self.model, ids, positions, cache)
         except Exception as error:  # out of memory, a kernel that fails, an id out of range
             raise TargetFailed(f"target {self.name}: {error}") from error
         if not bool(torch.isfinite(logits).all()):
@@ -84,8 +115,12 @@ class TorchTarget(Target):
     def _logits(self, plan: PrunePlan) -> NDArray[np.float32]:
         """Logits `[vocab]` of the first token, for the check of positions."""
         ids, positions = torch.from_numpy(plan.input_ids), torch.from_numpy(plan.position_ids)
-        logits = self._forward(ids.long(), positions.long(), new_cache(self._model))
+        logits = self._forward(ids.long(), positions.long(), new_cache(self.model))
         return logits.cpu().numpy()
+
+
+def _bytes_of(cache: DynamicCache) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def _sampler(sampling: Sampling, device: torch.device) -> Callable[[torch.Tensor], int]:
