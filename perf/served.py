@@ -29,20 +29,25 @@ def running(url: str | None, config: Path | None, progress: Progress) -> Iterato
     """The gRPC address of a running server, or of one that is started and stopped here.
 
     url: host:port. config: settings of a server to start, the defaults when None. Its ports are
-    free ones, and its draft keeps nothing between requests: prompts are sent more than once.
-    Raises `InputError` when both are given, or the running server's draft keeps something.
+    free ones, and its models keep nothing between requests: prompts are sent more than once.
+    Raises `InputError` when both are given, or a model of the running server keeps something.
     """
     if url is not None:
         if config is not None:
             raise InputError("--config", str(config), "no --config with --url: that server runs")
-        if keeps := server_facts(url)[0].draft.cache_mib:
-            raise InputError("draft.cache_mib", keeps, "0: known prompts would not be scored")
+        served, _ = server_facts(url)
+        for name, keeps in (("draft", served.draft.cache_mib), ("target", served.target.cache_mib)):
+            if keeps:
+                raise InputError(f"{name}.cache_mib", keeps, "0: known prompts would not be read")
         yield url
         return
     settings = ServeSettings() if config is None else ServeSettings.read(config)
     free = settings.ports.model_copy(update={"http": 0, "grpc": 0, "metrics": 0})
-    draft = settings.draft.model_copy(update={"cache_mib": 0})
-    settings = with_free_ports(settings.model_copy(update={"ports": free, "draft": draft}))
+    forgetful = {
+        name: getattr(settings, name).model_copy(update={"cache_mib": 0})
+        for name in ("draft", "target")
+    }
+    settings = with_free_ports(settings.model_copy(update={"ports": free, **forgetful}))
     folder = Path(tempfile.mkdtemp(prefix="specprefill-"))  # short: it holds sockets
     try:
         launch = launch_of(settings, render(settings, folder), (), progress)

@@ -52,7 +52,7 @@ def served() -> ServeSettings:
                 "limits": LIMITS.model_dump(),
                 "ports": ports,
                 "draft": {**model, "cache_mib": 0},  # every request is scored, also the same one
-                "target": model,
+                "target": {**model, "read_ahead": True},
             }
         )
     )
@@ -147,6 +147,22 @@ def test_a_streamed_answer_holds_the_fact_and_is_the_librarys_own(
     assert sum(stages.values()) == pytest.approx(report["ttft_s"], rel=0.05)
     assert report["ttft_s"] <= ttft
     assert min(map(abs, unexplained)) < 0.05 * ttft
+
+
+def test_a_long_system_prompt_is_read_ahead_and_kept_and_the_answer_stays_the_librarys(
+    grpc: str, prose: str, smollm2: Any
+) -> None:
+    system = {"role": "system", "content": prose[-1500:]}
+    target = TorchTarget(smollm2, 1 << 28)
+    for at in (0, 3000, 0):
+        messages = [system, *question(prose, 600, at)]
+        values = {**asked(prose, 600, at, keep=0.6), "messages": json.dumps(messages)}
+        text, report, _ = whole(grpc, values)
+        own = SpecPrefill(TorchDraft(smollm2), target).generate(
+            messages, max_tokens=16, keep=0.6, **KNOBS
+        )
+        assert (report["reason"], own.plan.head > 256) == ("pruned", True)
+        assert (text, report["kept_tokens"]) == (own.text, own.plan.input_ids.size)
 
 
 def test_every_way_to_ask_gives_the_same_answer_and_selection(
