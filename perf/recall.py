@@ -26,8 +26,8 @@ from trtllm_specprefill.evaluation.forms import FACTS, FORMS, told
 from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import Case, cases
 from trtllm_specprefill.evaluation.report import command, machine
-from trtllm_specprefill.models import load_model
-from trtllm_specprefill.prompt import Prompt, prepare
+from trtllm_specprefill.models import load_model, load_tokenizer
+from trtllm_specprefill.prompt import Prompt, prepare, tokenizer_difference
 from trtllm_specprefill.selection import select
 from trtllm_specprefill.settings import Settings
 
@@ -41,6 +41,10 @@ _screen = Console(stderr=True, highlight=False)
 def recall(
     arm: Annotated[list[str], typer.Option(metavar="NAME=JSON", help="Settings; repeatable.")],
     draft: Annotated[str, typer.Option(help="Model that scores.")] = "smollm2-135m",
+    target: Annotated[
+        str | None,
+        typer.Option(help="Model whose template and tokens it is about; the draft when absent."),
+    ] = None,
     lengths: Annotated[list[int], typer.Option(help="Tokens of the context; repeatable.")] = [  # noqa: B006
         2000,
         4000,
@@ -65,19 +69,20 @@ def recall(
         raise InputError("form", sorted(unknown), f"some of {', '.join(FORMS)}")
     model = load_model(draft, progress=lambda line: _screen.print(line, style="dim"))
     scorer = TorchDraft(model)
+    tokenizer = scorer.tokenizer if target is None else load_tokenizer(target)
     rows: list[dict[str, Any]] = []
     report: dict[str, Any] = {
         "command": command(),
         "machine": machine(),
         "draft": draft,
+        "target": target or draft,
         "arms": {name: settings.model_dump(exclude_unset=True) for name, settings in arms.items()},
     }
-    for facts, shape, case in planted(
-        scorer.tokenizer, haystack(document), lengths, needles, form, seed
-    ):
+    for facts, shape, case in planted(tokenizer, haystack(document), lengths, needles, form, seed):
         row = {"facts": facts, "form": shape, "tokens": case.tokens, "depth": case.depth}
         row["arms"] = {
-            name: _score(scorer, case, shape, settings, keep) for name, settings in arms.items()
+            name: _score(scorer, tokenizer, case, shape, settings, keep)
+            for name, settings in arms.items()
         }
         rows.append(row)
         _screen.print(f"{facts}, {shape}, {case.tokens}, {case.depth:.2f}: {row['arms']}")
@@ -103,14 +108,24 @@ def planted(
 
 
 def _score(
-    scorer: TorchDraft, case: Case, form: str, settings: Settings, rates: list[float]
+    scorer: TorchDraft,
+    tokenizer: Any,
+    case: Case,
+    form: str,
+    settings: Settings,
+    rates: list[float],
 ) -> dict[str, Any]:
     source, question = told(case, form)
+    own = scorer.tokenizer if tokenizer_difference(scorer.tokenizer, tokenizer) else None
 
     def prepared(rate: float) -> Prompt:
         at_rate = settings.model_copy(update={"keep_rate": rate})
         return prepare(
-            source, target_tokenizer=scorer.tokenizer, settings=at_rate, question=question
+            source,
+            target_tokenizer=tokenizer,
+            draft_tokenizer=own,
+            settings=at_rate,
+            question=question,
         )
 
     prompts = {rate: prepared(rate) for rate in rates}
