@@ -20,6 +20,7 @@ import numpy as np
 
 from trtllm_specprefill.draft.base import Draft
 from trtllm_specprefill.errors import ContextTooLong, InputError
+from trtllm_specprefill.evaluation.words import find_words
 from trtllm_specprefill.importance import Importance
 from trtllm_specprefill.pipeline import SpecPrefill
 from trtllm_specprefill.plan import (
@@ -63,7 +64,11 @@ FULL, RANDOM = "full", "random"
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt: `context` holds `fact` at `depth` (0 begin, 1 end) and `question` asks for it."""
+    """One prompt: `context` holds `fact` at `depth` (0 begin, 1 end) and `question` asks for it.
+
+    lead: the words that a model without a chat template is given to complete; may be empty.
+    answer: words of the fact. accepted: other words that are right as well.
+    """
 
     context: str
     fact: str
@@ -73,6 +78,11 @@ class Case:
     tokens: int
     depth: float
     seed: int
+    accepted: tuple[str, ...] = ()
+
+    def is_right(self, text: str) -> bool:
+        """Whether `text` says the answer, in any of its forms, as whole words."""
+        return any(find_words(words, text) for words in (self.answer, *self.accepted))
 
 
 def cases(
@@ -139,20 +149,25 @@ def run_case(
     keep_rates: Sequence[float],
     random_rate: float,
     knobs: dict[str, Any],
+    max_tokens: int = 24,
 ) -> dict[str, Any]:
-    """Answer one case in full, at each keep rate, and from a random choice; JSON values."""
+    """Answer one case in full, at each keep rate, and from a random choice; JSON values.
+
+    max_tokens: of an answer. knobs: settings, without the amount to keep.
+    """
     draft = model.draft
     if draft is None:
         raise InputError("draft", None, "a draft")
     tokenizer = model.target.tokenizer
     source = ask(case.context, case.question, tokenizer)
-    if isinstance(source, str):
+    if isinstance(source, str) and case.lead:
         source += f" {case.lead}"
-    sampling = Sampling(max_tokens=24)
+    sampling = Sampling(max_tokens=max_tokens)
     row: dict[str, Any] = {
         "tokens": case.tokens,
         "depth": case.depth,
         "seed": case.seed,
+        "question": case.question,
         "answer": case.answer,
     }
     results: dict[str, Any] = {}
@@ -219,7 +234,7 @@ def answer(model: SpecPrefill, plan: PrunePlan, sampling: Sampling, case: Case) 
         prefill = prefill or time.perf_counter() - begin
         text += step.text
     return {
-        "right": case.answer in text,
+        "right": case.is_right(text),
         "text": text,
         "target_prefill_s": prefill,
         "reason": plan.reason.value,
@@ -227,10 +242,10 @@ def answer(model: SpecPrefill, plan: PrunePlan, sampling: Sampling, case: Case) 
 
 
 def fact_kept(prompt: Prompt, kept: Kept, case: Case) -> bool:
-    """Whether every character of the number survived."""
-    at = prompt.text.find(case.fact)
-    start = prompt.text.find(case.answer, at)
-    tokens = prompt.target.overlapping(start, start + len(case.answer))
+    """Whether every character of the answer, where the fact has it first, survived."""
+    found = find_words(case.answer, prompt.text, prompt.text.find(case.fact))
+    assert found is not None, case
+    tokens = prompt.target.overlapping(*found)
     return bool(kept.target_tokens[tokens].all())
 
 
@@ -246,7 +261,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 {
                     "tokens": tokens,
                     "arm": arm,
-                    "needles": len(results),
+                    "cases": len(results),
                     "right": float(np.mean([r["right"] for r in results])),
                     "fact_kept": float(np.mean([r.get("fact_kept", True) for r in results])),
                     "keep_rate": float(np.mean([r.get("keep_rate", 1.0) for r in results])),
