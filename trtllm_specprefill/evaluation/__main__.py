@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,8 @@ from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import Case, cases, digest, run_case, summary
 from trtllm_specprefill.evaluation.positions import compare_positions
+from trtllm_specprefill.evaluation.qa import MAX_TOKENS, read_questions, retention
+from trtllm_specprefill.evaluation.qa import cases as question_cases
 from trtllm_specprefill.evaluation.report import command, machine
 from trtllm_specprefill.measured import own_folder, write
 from trtllm_specprefill.models import load_tokenizer
@@ -36,6 +39,10 @@ Document_ = Annotated[
     Path | None,
     typer.Option(help="Haystack, a UTF-8 text; the Debian handbook from its package if absent."),
 ]
+Out_ = Annotated[
+    Path | None, typer.Option(help="Also write the report here, anew after every case.")
+]
+Report = dict[str, Any]
 
 
 def _say(line: str) -> None:
@@ -68,51 +75,77 @@ def needle(
     document: Document_ = None,
     dtype: cli.Dtype_ = "auto",
     device: cli.Device_ = "auto",
-    out: Annotated[
-        Path | None, typer.Option(help="Also write the report here, anew after every case.")
-    ] = None,
+    out: Out_ = None,
     as_json: cli.Json_ = False,
 ) -> None:
     """Plant a fact in long prose, prune, ask: full, at each keep rate, and at random."""
     prose = haystack(document, _say)
-    knobs = cli.parse_settings(setting)
-    if unread := sorted({*AMOUNTS, *_UNREAD} & set(knobs)):
-        raise InputError(
-            "--set", unread, "settings other than the amounts and these: " + _UNREAD_TEXT
-        )
-    for rate in [*keep, random_keep]:
-        Settings.of(**{**knobs, "keep_rate": rate})
+    knobs = _knobs(setting, [*keep, random_keep])
     counts = needles * len(lengths) if len(needles) == 1 else needles
     if len(counts) != len(lengths):
         raise InputError("needles", needles, f"one number, or {len(lengths)}: one for each length")
     model = SpecPrefill.from_pretrained(draft, target, dtype=dtype, device=device, progress=_say)
-    report: dict[str, Any] = {
-        "command": command(),
-        "machine": machine(),
-        "draft": draft,
-        "target": target,
-        "haystack_sha256": digest(prose),
-        "seed": seed,
-    }
-    rows: list[dict[str, Any]] = []
-    with Bar(console=_screen, transient=True) as bar:
-        task = bar.add_task("needles", total=sum(counts))
-        for case in cases(prose, model.target.tokenizer, lengths, counts, seed):
-            rows.append(run_case(model, case, keep, random_keep, knobs))
-            right = [arm for arm, result in rows[-1]["results"].items() if result["right"]]
-            bar.update(task, advance=1)
-            bar.console.print(
-                f"{case.tokens} tokens, depth {case.depth:.2f}: right with {', '.join(right)}",
-                style="dim",
-            )
-            report |= {"summary": summary(rows), "cases": rows}
-            if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", "utf-8")
-    if as_json:
-        print(json.dumps(report, ensure_ascii=False, indent=1))
-    else:
-        Console(highlight=False).print(_table(report["summary"]))
+    report = _measured(
+        (
+            run_case(model, case, keep, random_keep, knobs)
+            for case in cases(prose, model.target.tokenizer, lengths, counts, seed)
+        ),
+        total=sum(counts),
+        head=_head(draft, target, prose, seed),
+        summarise=lambda rows: {"summary": summary(rows)},
+        out=out,
+    )
+    _print(report, as_json, _table)
+
+
+@app.command(
+    epilog="Example: python -m trtllm_specprefill.evaluation qa --set positions=contiguous"
+)
+def qa(
+    draft: Annotated[str, typer.Option(help="Model that scores.")] = "smollm2-135m",
+    target: Annotated[str, typer.Option(help="Model that answers.")] = "smollm2-135m",
+    lengths: Annotated[list[int], typer.Option(help="Tokens of the context; repeatable.")] = [  # noqa: B006
+        1500,
+        3000,
+    ],
+    keep: Annotated[list[float], typer.Option(help="Keep rates; repeatable.")] = [  # noqa: B006
+        0.3,
+        0.1,
+    ],
+    random_keep: Annotated[float, typer.Option(help="Keep rate of the random baseline.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Of the baseline.")] = 0,
+    setting: cli.Set_ = None,
+    document: Document_ = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(help="Questions on the document, in the form of evaluation/questions.json."),
+    ] = None,
+    first: Annotated[
+        int | None, typer.Option(min=1, help="Ask only so many of the questions.")
+    ] = None,
+    dtype: cli.Dtype_ = "auto",
+    device: cli.Device_ = "auto",
+    out: Out_ = None,
+    as_json: cli.Json_ = False,
+) -> None:
+    """Ask what a reader would ask of prose: full, at each keep rate, and at random."""
+    if document is not None and questions is None:
+        raise InputError("questions", None, "a file of questions on the document that is given")
+    prose = haystack(document, _say)
+    asked = read_questions(questions)[:first]
+    knobs = _knobs(setting, [*keep, random_keep])
+    model = SpecPrefill.from_pretrained(draft, target, dtype=dtype, device=device, progress=_say)
+    report = _measured(
+        (
+            run_case(model, case, keep, random_keep, knobs, MAX_TOKENS)
+            for case in question_cases(prose, model.target.tokenizer, lengths, asked, seed)
+        ),
+        total=len(asked) * len(lengths),
+        head=_head(draft, target, prose, seed),
+        summarise=lambda rows: {"summary": summary(rows), "retention": retention(rows, seed)},
+        out=out,
+    )
+    _print(report, as_json, _table, _retention_table)
 
 
 @app.command(epilog="Example: python -m trtllm_specprefill.evaluation positions --needles 24")
@@ -161,13 +194,82 @@ def positions(
     print(f"{found.words()}: auto takes {found.better}; written to {path}")
 
 
-def _table(rows: Any) -> Table:
+def _knobs(setting: list[str] | None, rates: list[float]) -> Report:
+    """The settings of `--set`, none of which this evaluation would pass over."""
+    knobs = cli.parse_settings(setting)
+    if unread := sorted({*AMOUNTS, *_UNREAD} & set(knobs)):
+        raise InputError(
+            "--set", unread, "settings other than the amounts and these: " + _UNREAD_TEXT
+        )
+    for rate in rates:
+        Settings.of(**{**knobs, "keep_rate": rate})
+    return knobs
+
+
+def _head(draft: str, target: str, prose: str, seed: int) -> Report:
+    return {
+        "command": command(),
+        "machine": machine(),
+        "draft": draft,
+        "target": target,
+        "haystack_sha256": digest(prose),
+        "seed": seed,
+    }
+
+
+def _measured(
+    answered: Iterator[Report],
+    total: int,
+    head: Report,
+    summarise: Callable[[list[Report]], Report],
+    out: Path | None,
+) -> Report:
+    """The report on all cases, shown and written to `out` as it grows."""
+    rows: list[Report] = []
+    report = head
+    with Bar(console=_screen, transient=True) as bar:
+        for row in bar.track(answered, total=total, description="cases"):
+            rows.append(row)
+            right = [arm for arm, result in row["results"].items() if result["right"]]
+            bar.console.print(
+                f"{row['tokens']} tokens, depth {row['depth']:.2f}:"
+                f" right with {', '.join(right) or 'none'}",
+                style="dim",
+            )
+            report = head | summarise(rows) | {"cases": rows}
+            if out is not None:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", "utf-8")
+    return report
+
+
+def _print(report: Report, as_json: bool, *tables: Callable[[Report], Table]) -> None:
+    if as_json:
+        print(json.dumps(report, ensure_ascii=False, indent=1))
+    else:
+        for table in tables:
+            Console(highlight=False).print(table(report))
+
+
+def _table(report: Report) -> Table:
+    rows = report["summary"]
     arms = list(dict.fromkeys(row["arm"] for row in rows))
-    table = Table("tokens", "needles", *arms, title="share of right answers (of facts kept)")
+    table = Table("tokens", "cases", *arms, title="share of right answers (of facts kept)")
     for tokens in dict.fromkeys(row["tokens"] for row in rows):
         mine = {row["arm"]: row for row in rows if row["tokens"] == tokens}
         cells = [f"{mine[a]['right']:.2f} ({mine[a]['fact_kept']:.2f})" for a in arms]
-        table.add_row(str(tokens or "all"), str(mine[arms[0]]["needles"]), *cells)
+        table.add_row(str(tokens or "all"), str(mine[arms[0]]["cases"]), *cells)
+    return table
+
+
+def _retention_table(report: Report) -> Table:
+    counts = ("both", "only_full", "only_pruned", "neither")
+    table = Table("tokens", "arm", *counts, "retention", "95 %", title="right answers retained")
+    for row in report["retention"]:
+        kept = "none right in full" if row["retention"] is None else f"{row['retention']:.2f}"
+        interval = "to".join(f" {end:.2f} " for end in row["interval"] or ()).strip()
+        cells = [str(row["tokens"] or "all"), row["arm"], *(str(row[name]) for name in counts)]
+        table.add_row(*cells, kept, interval)
     return table
 
 

@@ -65,7 +65,10 @@ def read_questions(path: Path | None = None) -> tuple[Question, ...]:
 
 
 def locate(paragraphs: Sequence[str], question: Question) -> int:
-    """Index of the paragraph that answers; `InputError` where there is not just one, or it does not."""
+    """Index of the paragraph that answers.
+
+    Raises `InputError` where the anchor is not in just one, or no accepted answer stands there.
+    """
     found = [i for i, paragraph in enumerate(paragraphs) if question.anchor in paragraph]
     if len(found) != 1:
         allowed = f"words of one paragraph of the document, not of {len(found)}"
@@ -159,10 +162,10 @@ def retention(rows: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, A
                 np.array([r["results"][name]["right"] for r in chosen], dtype=np.bool_)
                 for name in (FULL, arm)
             )
-            by_question = [
-                np.bincount(owner, weights=right, minlength=len(questions))
+            by_question = (
+                np.bincount(owner, weights=right, minlength=len(questions)).astype(np.float64)
                 for right in (full, pruned)
-            ]
+            )
             table.append(
                 {
                     "tokens": tokens,
@@ -173,14 +176,14 @@ def retention(rows: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, A
                     "only_pruned": int((~full & pruned).sum()),
                     "neither": int((~full & ~pruned).sum()),
                     "retention": float(pruned.sum() / full.sum()) if full.any() else None,
-                    "interval": _interval(*by_question, seed),
+                    "interval": _interval(*by_question, seed=seed),
                 }
             )
     return table
 
 
 def _interval(
-    full: NDArray[np.float64], pruned: NDArray[np.float64], seed: int
+    full: NDArray[np.float64], pruned: NDArray[np.float64], *, seed: int
 ) -> tuple[float, float] | None:
     """Percentiles 2.5 and 97.5 of the ratio of the sums, of resampled pairs."""
     drawn = np.random.default_rng(seed).integers(full.size, size=(_RESAMPLES, full.size))

@@ -11,6 +11,6 @@ def find_words(words: str, text: str, start: int = 0) -> tuple[int, int] | None:
     Case does not matter. Letters and digits must end where `words` does, and a number must be
     all of the number: 50 is not said by 150, 50,000 or 0.50.
     """
-    edges = r"(?<!\w)(?<!\d[.,]){}(?!\w)(?![.,]\d)".format(re.escape(words))
+    edges = rf"(?<!\w)(?<!\d[.,]){re.escape(words)}(?!\w)(?![.,]\d)"
     found = re.compile(edges, re.IGNORECASE).search(text, start)
     return None if found is None else found.span()
