@@ -18,7 +18,7 @@ from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import Case, cases, digest, run_case, summary
 from trtllm_specprefill.evaluation.positions import compare_positions
-from trtllm_specprefill.evaluation.qa import MAX_TOKENS, read_questions, retention
+from trtllm_specprefill.evaluation.qa import read_questions, retention
 from trtllm_specprefill.evaluation.qa import cases as question_cases
 from trtllm_specprefill.evaluation.report import command, machine
 from trtllm_specprefill.measured import own_folder, write
@@ -137,7 +137,7 @@ def qa(
     model = SpecPrefill.from_pretrained(draft, target, dtype=dtype, device=device, progress=_say)
     report = _measured(
         (
-            run_case(model, case, keep, random_keep, knobs, MAX_TOKENS)
+            run_case(model, case, keep, random_keep, knobs)
             for case in question_cases(prose, model.target.tokenizer, lengths, asked, seed)
         ),
         total=len(asked) * len(lengths),

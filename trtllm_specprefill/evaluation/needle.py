@@ -149,12 +149,8 @@ def run_case(
     keep_rates: Sequence[float],
     random_rate: float,
     knobs: dict[str, Any],
-    max_tokens: int = 24,
 ) -> dict[str, Any]:
-    """Answer one case in full, at each keep rate, and from a random choice; JSON values.
-
-    max_tokens: of an answer. knobs: settings, without the amount to keep.
-    """
+    """Answer one case in full, at each keep rate, and from a random choice; JSON values."""
     draft = model.draft
     if draft is None:
         raise InputError("draft", None, "a draft")
@@ -162,7 +158,7 @@ def run_case(
     source = ask(case.context, case.question, tokenizer)
     if isinstance(source, str) and case.lead:
         source += f" {case.lead}"
-    sampling = Sampling(max_tokens=max_tokens)
+    sampling = Sampling(max_tokens=24)
     row: dict[str, Any] = {
         "tokens": case.tokens,
         "depth": case.depth,

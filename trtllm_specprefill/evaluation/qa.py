@@ -22,7 +22,6 @@ from trtllm_specprefill.evaluation.words import find_words
 from trtllm_specprefill.plan import Reason
 from trtllm_specprefill.prompt import encode, read_text
 
-MAX_TOKENS = 40  # of an answer: a small model says a sentence where a word would do
 _SHIPPED = files("trtllm_specprefill.evaluation") / "questions.json"
 _RESAMPLES = 10_000
 _Words = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
