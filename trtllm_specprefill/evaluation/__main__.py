@@ -18,8 +18,8 @@ from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import Case, cases, digest, run_case, summary
 from trtllm_specprefill.evaluation.positions import compare_positions
-from trtllm_specprefill.evaluation.qa import read_questions, retention
 from trtllm_specprefill.evaluation.qa import cases as question_cases
+from trtllm_specprefill.evaluation.qa import read_questions, retention
 from trtllm_specprefill.evaluation.report import command, machine
 from trtllm_specprefill.measured import own_folder, write
 from trtllm_specprefill.models import load_tokenizer
