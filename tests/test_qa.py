@@ -181,6 +181,9 @@ def test_a_file_that_holds_no_questions_is_refused_by_name(tmp_path: Path) -> No
     path.write_text('{"document": "x", "questions": [{"anchor": "a", "question": "b"}]}')
     with pytest.raises(InputError, match=r"mine.json.*questions\.0\.answers"):
         read_questions(path)
+    path.write_text('{"document": "x", "questions": []}')
+    with pytest.raises(InputError, match=r"mine.json.*questions: "):
+        read_questions(path)
 
 
 def test_a_document_of_ones_own_needs_questions_of_ones_own(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import Case, cases, digest, run_case, summary
 from trtllm_specprefill.evaluation.positions import compare_positions
 from trtllm_specprefill.evaluation.qa import cases as question_cases
-from trtllm_specprefill.evaluation.qa import read_questions, retention
+from trtllm_specprefill.evaluation.qa import locate, read_questions, retention
 from trtllm_specprefill.evaluation.report import command, machine
 from trtllm_specprefill.measured import own_folder, write
 from trtllm_specprefill.models import load_tokenizer
@@ -42,7 +42,7 @@ Document_ = Annotated[
 Out_ = Annotated[
     Path | None, typer.Option(help="Also write the report here, anew after every case.")
 ]
-Report = dict[str, Any]
+_Json = dict[str, Any]
 
 
 def _say(line: str) -> None:
@@ -133,6 +133,8 @@ def qa(
         raise InputError("questions", None, "a file of questions on the document that is given")
     prose = haystack(document, _say)
     asked = read_questions(questions)[:first]
+    for question in asked:
+        locate(prose.split("\n\n"), question)  # before the models are loaded
     knobs = _knobs(setting, [*keep, random_keep])
     model = SpecPrefill.from_pretrained(draft, target, dtype=dtype, device=device, progress=_say)
     report = _measured(
@@ -194,7 +196,7 @@ def positions(
     print(f"{found.words()}: auto takes {found.better}; written to {path}")
 
 
-def _knobs(setting: list[str] | None, rates: list[float]) -> Report:
+def _knobs(setting: list[str] | None, rates: list[float]) -> _Json:
     """The settings of `--set`, none of which this evaluation would pass over."""
     knobs = cli.parse_settings(setting)
     if unread := sorted({*AMOUNTS, *_UNREAD} & set(knobs)):
@@ -206,7 +208,7 @@ def _knobs(setting: list[str] | None, rates: list[float]) -> Report:
     return knobs
 
 
-def _head(draft: str, target: str, prose: str, seed: int) -> Report:
+def _head(draft: str, target: str, prose: str, seed: int) -> _Json:
     return {
         "command": command(),
         "machine": machine(),
@@ -218,14 +220,14 @@ def _head(draft: str, target: str, prose: str, seed: int) -> Report:
 
 
 def _measured(
-    answered: Iterator[Report],
+    answered: Iterator[_Json],
     total: int,
-    head: Report,
-    summarise: Callable[[list[Report]], Report],
+    head: _Json,
+    summarise: Callable[[list[_Json]], _Json],
     out: Path | None,
-) -> Report:
+) -> _Json:
     """The report on all cases, shown and written to `out` as it grows."""
-    rows: list[Report] = []
+    rows: list[_Json] = []
     report = head
     with Bar(console=_screen, transient=True) as bar:
         for row in bar.track(answered, total=total, description="cases"):
@@ -243,7 +245,7 @@ def _measured(
     return report
 
 
-def _print(report: Report, as_json: bool, *tables: Callable[[Report], Table]) -> None:
+def _print(report: _Json, as_json: bool, *tables: Callable[[_Json], Table]) -> None:
     if as_json:
         print(json.dumps(report, ensure_ascii=False, indent=1))
     else:
@@ -251,7 +253,7 @@ def _print(report: Report, as_json: bool, *tables: Callable[[Report], Table]) ->
             Console(highlight=False).print(table(report))
 
 
-def _table(report: Report) -> Table:
+def _table(report: _Json) -> Table:
     rows = report["summary"]
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     table = Table("tokens", "cases", *arms, title="share of right answers (of facts kept)")
@@ -262,7 +264,7 @@ def _table(report: Report) -> Table:
     return table
 
 
-def _retention_table(report: Report) -> Table:
+def _retention_table(report: _Json) -> Table:
     counts = ("both", "only_full", "only_pruned", "neither")
     table = Table("tokens", "arm", *counts, "retention", "95 %", title="right answers retained")
     for row in report["retention"]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.evaluation.needle import FULL, Case
@@ -45,7 +45,7 @@ class Questions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     document: str
-    questions: tuple[Question, ...]
+    questions: tuple[Question, ...] = Field(min_length=1)
 
 
 def read_questions(path: Path | None = None) -> tuple[Question, ...]:
