@@ -170,9 +170,22 @@ def test_the_interval_holds_the_share_kept_and_narrows_with_more_questions() -> 
     assert widths[1] < widths[0] / 2
 
 
+def test_the_share_still_right_has_an_interval_even_where_all_or_none_are() -> None:
+    def found(kept: int, count: int) -> Any:
+        return retention([row(str(i), 100, True, i < kept) for i in range(count)])[0]
+
+    # Wilson's interval, as published tables have it.
+    assert found(0, 10)["still_right_interval"] == pytest.approx((0, 0.278), abs=1e-3)
+    assert found(10, 10)["still_right_interval"] == pytest.approx((0.722, 1), abs=1e-3)
+    assert found(8, 10)["still_right_interval"] == pytest.approx((0.490, 0.943), abs=1e-3)
+    assert found(8, 10)["still_right"] == 0.8
+    assert found(0, 10)["interval"] == (0.0, 0.0)
+
+
 def test_nothing_right_in_full_gives_no_retention_and_an_unread_report_none_at_all() -> None:
     found = retention([row("a", 100, False, True), row("b", 100, False, False)])[0]
-    assert (found["retention"], found["interval"]) == (None, None)
+    for name in ("retention", "interval", "still_right", "still_right_interval"):
+        assert found[name] is None
     assert retention([row("a", 100, False, False, reason="context_too_long")]) == []
 
 

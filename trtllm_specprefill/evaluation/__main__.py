@@ -266,12 +266,15 @@ def _table(report: _Json) -> Table:
 
 def _retention_table(report: _Json) -> Table:
     counts = ("both", "only_full", "only_pruned", "neither")
-    table = Table("tokens", "arm", *counts, "retention", "95 %", title="right answers retained")
+    shares = ("retention", "interval", "still_right", "still_right_interval")
+    heads = [name.replace("_", " ").replace("interval", "95 %") for name in (*counts, *shares)]
+    table = Table("tokens", "arm", *heads, title="right answers retained")
     for row in report["retention"]:
-        kept = "none right in full" if row["retention"] is None else f"{row['retention']:.2f}"
-        interval = "to".join(f" {end:.2f} " for end in row["interval"] or ()).strip()
         cells = [str(row["tokens"] or "all"), row["arm"], *(str(row[name]) for name in counts)]
-        table.add_row(*cells, kept, interval)
+        for name in shares:
+            ends = [row[name]] if isinstance(row[name], float) else row[name] or ()
+            cells.append(" to ".join(f"{end:.2f}" for end in ends))
+        table.add_row(*cells)
     return table
 
 

@@ -7,6 +7,7 @@ Retention is the number of right answers to the pruned prompts by that to the fu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -24,6 +25,7 @@ from trtllm_specprefill.prompt import encode, read_text
 
 _SHIPPED = files("trtllm_specprefill.evaluation") / "questions.json"
 _RESAMPLES = 10_000
+_Z = 1.96  # 95 % of a normal distribution lie within so many deviations
 _Words = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 
 
@@ -143,9 +145,10 @@ def retention(rows: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, A
     """What each pruned arm keeps of the full prompt's right answers, by length and over all.
 
     both, only_full, only_pruned, neither: cases that were answered right so. retention: right
-    pruned by right in full, None where that is none; interval: its central 95 % over questions
-    drawn again with replacement, one question with all its lengths. A case that is too long for
-    the target in full does not count.
+    pruned by right in full; interval: its central 95 % over questions drawn again with
+    replacement, one question with all its lengths. still_right: both by right in full, with the
+    95 % of Wilson, which is not of width 0 where all or none are. All four are None where none is
+    right in full. A case that is too long for the target in full does not count.
     """
     table = []
     asked = [r for r in rows if r["results"][FULL]["reason"] != Reason.CONTEXT_TOO_LONG.value]
@@ -176,6 +179,8 @@ def retention(rows: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, A
                     "neither": int((~full & ~pruned).sum()),
                     "retention": float(pruned.sum() / full.sum()) if full.any() else None,
                     "interval": _interval(*by_question, seed=seed),
+                    "still_right": float(pruned[full].mean()) if full.any() else None,
+                    "still_right_interval": _wilson(int((full & pruned).sum()), int(full.sum())),
                 }
             )
     return table
@@ -192,3 +197,14 @@ def _interval(
     ratio = pruned[drawn].sum(axis=1)[bottom > 0] / bottom[bottom > 0]
     low, high = np.percentile(ratio, (2.5, 97.5))
     return round(float(low), 3), round(float(high), 3)
+
+
+def _wilson(right: int, count: int) -> tuple[float, float] | None:
+    """Interval of the share `right` of `count` (E. B. Wilson, 1927)."""
+    if count == 0:
+        return None
+    share = right / count
+    middle = share + _Z**2 / (2 * count)
+    reach = _Z * math.sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2))
+    low, high = ((middle + side * reach) / (1 + _Z**2 / count) for side in (-1, 1))
+    return round(max(low, 0.0), 3), round(min(high, 1.0), 3)
