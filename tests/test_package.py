@@ -48,6 +48,7 @@ def test_a_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
         names = archive.namelist()
         archive.extractall(site)
     assert "trtllm_specprefill/py.typed" in names
+    assert "trtllm_specprefill/evaluation/questions.json" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any(name.startswith(("tests", "perf")) for name in names)
 
