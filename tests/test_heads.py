@@ -153,6 +153,14 @@ def test_heads_that_know_different_facts_are_chosen_together() -> None:
     assert set(choose(both, 2)) >= {(0, 1), (1, 3)}
 
 
+def test_heads_that_score_nothing_are_not_chosen() -> None:
+    # Those of Gemma 3's sliding layers do not see a whole window.
+    prompts = [scored(3, 2, {(2, 1): 40}) for _ in range(12)]
+    for one in prompts:
+        one.chunks[:2] = 0.0
+    assert choose(prompts, 3)[0] == (2, 1)
+
+
 def test_lists_of_heads_end_with_the_last_layer_that_scores() -> None:
     assert by_layer([(3, 5), (1, 2), (3, 0)]) == ((), (2,), (), (0, 5))
 

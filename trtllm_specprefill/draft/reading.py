@@ -75,15 +75,21 @@ class ReadingDraft(Draft):
     def depth(self, settings: Settings) -> int:
         """How many of the first layers are run.
 
-        Unless the settings say, as many as the calibration takes. Without one a quarter of
-        them, and no fewer than reach one that attends to all of what is read at once: Gemma 3
-        begins with five layers of sliding windows.
+        Unless the settings say, as many as the calibration takes, else `usual_depth`.
         """
-        layers = int(self.config.num_hidden_layers)
         if settings.draft_layers:
-            return min(settings.draft_layers, layers)
+            return min(settings.draft_layers, int(self.config.num_hidden_layers))
         if self.calibration is not None and self._applies(self.calibration.layers, settings):
             return self.calibration.layers
+        return self.usual_depth(settings)
+
+    def usual_depth(self, settings: Settings) -> int:
+        """How many layers are run where nothing else says: a quarter of them.
+
+        And no fewer than reach one that attends to all of what is read at once: Gemma 3 begins
+        with five layers of sliding windows.
+        """
+        layers = int(self.config.num_hidden_layers)
         size = self._read_at_once(settings)
         sees_all = (
             index + 1

@@ -1,4 +1,4 @@
-"""Which heads of a draft find planted facts, and after how many layers?
+"""Which heads of a draft find what a question is about, and after how many layers?
 
 Every head of the first layers scores every prompt by itself. A set of heads scores by the maximum
 over them, as the importance does, so any set can be judged from the same passes. Sets are
@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 
 from trtllm_specprefill.draft.capture import Enough, capturing, mask_to_bool
 from trtllm_specprefill.draft.heads import Depth, HeadCalibration
-from trtllm_specprefill.draft.reading import DEFAULT_DEPTH
 from trtllm_specprefill.draft.torch import TorchDraft
+from trtllm_specprefill.evaluation import qa
 from trtllm_specprefill.evaluation.forms import FORMS, PARAPHRASED, told
 from trtllm_specprefill.evaluation.needle import TEMPLATES, Case, cases, fact_kept
+from trtllm_specprefill.evaluation.qa import Question
+from trtllm_specprefill.evaluation.words import find_words
 from trtllm_specprefill.importance import Importance, combine
 from trtllm_specprefill.importance_op import importance_layer
 from trtllm_specprefill.prompt import Prompt, prepare
@@ -44,7 +46,7 @@ class Scored:
 
     prompts: the same at each of `KEEP_RATES`. scores: float16 `[layers, heads, N]`. chunks: their
     means over chunks, float32 `[layers, heads, C]`. free: bool `[C]`, chunks that must earn
-    their place. fact: the chunks that hold the number.
+    their place. fact: the chunks that hold the answer.
     """
 
     case: Case
@@ -95,9 +97,10 @@ def score_by_head(draft: TorchDraft, case: Case, form: str, layers: int) -> Scor
     free = np.ones(ids.size, dtype=np.bool_)
     for span in prompt.protected:
         free[prompt.draft.overlapping(span.start, span.end)] = False
-    at = prompt.text.find(case.answer, prompt.text.find(case.fact))
-    number = prompt.draft.overlapping(at, at + len(case.answer))
-    fact = sorted({min(i // _CHUNK, count - 1) for i in range(number.start, number.stop)})
+    found = find_words(case.answer, prompt.text, prompt.text.find(case.fact))
+    assert found is not None, case
+    answer = prompt.draft.overlapping(*found)
+    fact = sorted({min(i // _CHUNK, count - 1) for i in range(answer.start, answer.stop)})
     free_chunks = free[: count * _CHUNK].reshape(count, _CHUNK).any(axis=1)
     return Scored(case, prompts, scores.astype(np.float16), chunks, free_chunks, tuple(fact))
 
@@ -144,8 +147,9 @@ def objective(prompts: Sequence[Scored], heads: Sequence[Head]) -> float:
 def _rank(one: Scored, heads: Sequence[Head]) -> float:
     best = np.max([one.chunks[layer, head] for layer, head in heads], axis=0)
     best = np.where(one.free, best, -1.0)
-    above = [int((best > best[chunk]).sum()) for chunk in one.fact]
-    return max(above) / max(int(one.free.sum()), 1)
+    # Chunks of the same score lie above: a head that scores nothing has found nothing.
+    others = [int((best >= best[chunk]).sum()) - 1 for chunk in one.fact]
+    return max(others) / one.free.size
 
 
 def choose(prompts: Sequence[Scored], layers: int) -> list[Head]:
@@ -183,6 +187,7 @@ def by_layer(heads: Sequence[Head]) -> tuple[tuple[int, ...], ...]:
 def calibrate(
     draft: TorchDraft,
     texts: Sequence[str],
+    questions: Sequence[Question],
     tokens: int,
     prompts: int,
     deepest: int,
@@ -194,17 +199,18 @@ def calibrate(
 ) -> HeadCalibration:
     """Choose heads on facts in the first of `texts`, judge them on other facts in all of them.
 
-    tokens: of a prompt. prompts: so many choose and about as many judge. deepest: most layers to
-    run. slack: recall on the judging prompts that is given up for a shallower pass. command: what
-    asked for it. say: told of progress.
+    questions: on the first of `texts`; every other one joins those that choose, the rest judge.
+    tokens: of a prompt. prompts: so many facts choose and about as many judge. deepest: most
+    layers to run. slack: recall on the judging prompts that is given up for a shallower pass.
+    command: what asked for it. say: told of progress.
     """
-    seen = _cases(texts[0], draft, tokens, prompts, seed, TEMPLATES)
-    share = -(-prompts // len(texts))
-    unseen = [
-        one
-        for i, text in enumerate(texts)
-        for one in _cases(text, draft, tokens, share, seed + _HELD_OUT * (i + 1), PARAPHRASED)
-    ]
+    reader, share = draft.tokenizer, -(-prompts // len(texts))
+    asked = _told(draft, qa.cases(texts[0], reader, [tokens], questions, seed))
+    seen = _told(draft, cases(texts[0], reader, [tokens], [prompts], seed, TEMPLATES)) + asked[::2]
+    unseen = asked[1::2]
+    for i, text in enumerate(texts):
+        own = seed + _HELD_OUT * (i + 1)
+        unseen += _told(draft, cases(text, reader, [tokens], [share], own, PARAPHRASED))
     scored = []
     for case, form in [*seen, *unseen]:
         scored.append(score_by_head(draft, case, form, deepest))
@@ -213,8 +219,8 @@ def calibrate(
     depths = sorted(_depths(choosing, judging, deepest), key=lambda depth: depth.layers)
     best = max(map(_mean, depths))
     taken = next(depth for depth in depths if _mean(depth) >= best - slack)
-    quarter = -(-int(draft.config.num_hidden_layers) // DEFAULT_DEPTH)
-    everyone = [*product(range(min(quarter, deepest)), range(scored[0].scores.shape[1]))]
+    usual = min(draft.usual_depth(Settings().in_force()), deepest)
+    everyone = [*product(range(usual), range(scored[0].scores.shape[1]))]
     return HeadCalibration(
         fingerprint=draft.model.fingerprint,
         command=command,
@@ -228,18 +234,10 @@ def calibrate(
     )
 
 
-def _cases(
-    prose: str,
-    draft: TorchDraft,
-    tokens: int,
-    count: int,
-    seed: int,
-    templates: Sequence[tuple[str, str, str]],
-) -> list[tuple[Case, str]]:
-    """So many cases, and the form each is told in, in turn."""
-    made = cases(prose, draft.tokenizer, [tokens], [count], seed, templates)
+def _told(draft: TorchDraft, asked: Iterable[Case]) -> list[tuple[Case, str]]:
+    """Each case, and the form it is told in, in turn."""
     forms = [form for form in FORMS if form == "text" or draft.tokenizer.chat_template]
-    return [(case, forms[i % len(forms)]) for i, case in enumerate(made)]
+    return [(case, forms[i % len(forms)]) for i, case in enumerate(asked)]
 
 
 def _depths(choosing: Sequence[Scored], judging: Sequence[Scored], deepest: int) -> Iterator[Depth]:

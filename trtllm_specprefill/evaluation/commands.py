@@ -18,7 +18,7 @@ def calibrate_heads(
     draft: Annotated[str, typer.Option(help="Model that scores.")] = "smollm2-135m",
     tokens: Annotated[int, typer.Option(min=500, help="Tokens of a prompt.")] = 3000,
     prompts: Annotated[
-        int, typer.Option(min=4, help="Prompts that choose; as many others judge.")
+        int, typer.Option(min=4, help="Facts that choose; as many others judge.")
     ] = 24,
     most_layers: Annotated[
         int | None, typer.Option(min=1, help="Deepest pass to try; half of the layers if absent.")
@@ -36,12 +36,13 @@ def calibrate_heads(
         typer.Option(help="File of the result; if absent, where every draft will find it."),
     ] = None,
 ) -> None:
-    """Find the heads that matter on planted facts; judge them on other facts, forms and texts."""
+    """Find the heads that matter on facts and questions; judge them on others, in other texts."""
 
     from trtllm_specprefill.draft.heads import FOLDER
     from trtllm_specprefill.draft.torch import TorchDraft
     from trtllm_specprefill.evaluation.calibrate import calibrate
     from trtllm_specprefill.evaluation.haystack import haystack
+    from trtllm_specprefill.evaluation.qa import read_questions
     from trtllm_specprefill.evaluation.report import command
     from trtllm_specprefill.measured import own_folder, write
     from trtllm_specprefill.models import load_model
@@ -56,7 +57,16 @@ def calibrate_heads(
         raise InputError("most_layers", deepest, f"1 to {layers}, the layers of {draft}")
     texts = [haystack(progress=say), *(haystack(path) for path in document or [])]
     found = calibrate(
-        scorer, texts, tokens, prompts, deepest, slack=slack, seed=seed, command=command(), say=say
+        scorer,
+        texts,
+        read_questions(),
+        tokens,
+        prompts,
+        deepest,
+        slack=slack,
+        seed=seed,
+        command=command(),
+        say=say,
     )
     path = out or own_folder(FOLDER) / f"{found.fingerprint}.json"
     write(path, found)
@@ -66,5 +76,5 @@ def calibrate_heads(
             f"{depth.layers} layers: heads {', '.join(heads)} keep {depth.recall},"
             f" of other prompts {depth.held_out}"
         )
-    print(f"every head of a quarter of the layers: of other prompts {found.all_heads}")
+    print(f"every head of the usual number of layers: of other prompts {found.all_heads}")
     print(f"{found.layers} layers taken; written to {path}")

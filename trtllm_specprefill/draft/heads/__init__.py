@@ -42,7 +42,7 @@ class HeadCalibration(Measurement):
     """What was found for one draft: `depths` by rising number of layers, `layers` the one taken.
 
     tokens, prompts, seed: of the prompts that chose. all_heads: held-out recall with every head of
-    a quarter of the layers, to compare with.
+    the usual number of layers, to compare with.
     """
 
     draft: str
