@@ -48,13 +48,18 @@ class Event:
 
 @dataclass
 class Setup:
-    """The engine that the recorded constructors start."""
+    """The engine that the recorded constructors start.
+
+    fail: words of an error in a step of a request; none when it goes well. end: why a request is
+    to end after a step. over: called when the engine shuts down.
+    """
 
     model: Model
     honours_positions: bool = True
     leader: bool = True
     fail: Callable[[Job, int], str] = lambda job, step: ""
     end: Callable[[Job, int], Finish | None] = lambda job, step: None
+    over: Callable[[], None] = lambda: None
     hold: threading.Event = field(default_factory=threading.Event)
     engines: list[Engine] = field(default_factory=list)
 
@@ -159,6 +164,7 @@ class Engine:
         self._setup.hold.set()
         self._work.set()
         self._thread.join()
+        self._setup.over()
 
     @torch.inference_mode()
     def _loop(self) -> None:
