@@ -140,6 +140,10 @@ class Engine:
                 self._blocks[key] = positions[:end]
         return positions
 
+    def events(self, identity: int) -> queue.Queue[Event]:
+        """Where the events of a request come."""
+        return self._events[identity]
+
     def wait(self, identity: int, timeout: float | None) -> list[Event]:
         """The next events of a request; none when `timeout` seconds pass without."""
         try:
