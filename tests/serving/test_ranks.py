@@ -6,7 +6,9 @@ import json
 import re
 import shlex
 import signal
+import subprocess
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,15 @@ from trtllm_specprefill.draft.manifest import DraftManifest
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.serving.control import listen
 from trtllm_specprefill.serving.launch import Launch, Server, with_free_ports
-from trtllm_specprefill.serving.ranks import Rank, World, budget_of, draft_gpu, world_of
+from trtllm_specprefill.serving.ranks import (
+    Rank,
+    World,
+    budget_of,
+    draft_gpu,
+    ranks_of,
+    started_by,
+    world_of,
+)
 from trtllm_specprefill.serving.repository import CONTROL, MODELS
 from trtllm_specprefill.serving.settings import ServeSettings
 
@@ -119,13 +129,15 @@ def test_ranks_above_0_load_the_target_alone_and_open_no_port(
     settings: Callable[..., ServeSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = printed(settings("llama-3.1-70b", 8), tmp_path, monkeypatch, "--gpu", "h200")
-    command = shlex.split("".join(line for line in text.splitlines() if not line.startswith("#")))
-    assert command[:2] == ["mpirun", "--allow-run-as-root"]
-    calls = " ".join(command[2:]).split(" : ")
+    lines = [line.removesuffix("\\") for line in text.splitlines() if not line.startswith("#")]
+    command = shlex.split(" ".join(lines))
+    assert command[:4] == ["mpirun", "--allow-run-as-root", "--bind-to", "none"]
+    ends = [4, *(i + 1 for i, word in enumerate(command) if word == ":"), len(command) + 1]
+    calls = [command[a : b - 1] for a, b in pairwise(ends)]
     assert len(calls) == 8
-    for number, call in enumerate(calls):
-        words = call.split()
-        assert words[:3] == ["-n", "1", "tritonserver"]
+    for number, words in enumerate(calls):
+        assert words[:4] == ["-n", "1", "sh", "-c"]
+        assert words[5:7] == ["rank", "tritonserver"]
         loaded = [w.removeprefix("--load-model=") for w in words if w.startswith("--load-model=")]
         assert ("draft" in loaded) == (number == 0)
         assert "target" in loaded
@@ -133,6 +145,48 @@ def test_ranks_above_0_load_the_target_alone_and_open_no_port(
         assert any("port=" in w for w in words) == (number == 0)
         assert ("--allow-http=false" in words) == (number > 0)
         assert f"--backend-config=python,shm-region-prefix-name=prefix{number}_" in words
+
+
+@pytest.mark.parametrize("status", [0, 1, 7, 126])
+def test_a_rank_never_ends_well_for_mpirun_lets_a_rank_that_does_leave_the_others(
+    status: int, settings: Callable[..., ServeSettings], tmp_path: Path
+) -> None:
+    served = settings("llama-3.1-70b", 2)
+    world = world_of(served)
+    ranks = ranks_of(world, served, ("sh", "-c", f"exit {status}"), ())
+    command = started_by(world, ranks, tmp_path)
+    rank = command[command.index("sh") : command.index(":")]
+    assert subprocess.run(rank, check=False).returncode == (status or 1)
+
+
+def test_a_rank_hands_signals_on_and_waits_for_its_server(
+    settings: Callable[..., ServeSettings], tmp_path: Path
+) -> None:
+    served, done = settings("llama-3.1-70b", 2), tmp_path / "done"
+    server = (
+        f"trap 'sleep 0.5; echo stopped > {done}; exit 0' TERM; echo; while :; do sleep 0.1; done"
+    )
+    world = world_of(served)
+    command = started_by(world, ranks_of(world, served, ("sh", "-c", server), ()), tmp_path)
+    rank = command[command.index("sh") : command.index(":")]
+    with subprocess.Popen(rank, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        running.terminate()
+        assert running.wait() == 1
+    assert done.read_text() == "stopped\n"
+
+
+def test_other_nodes_are_given_what_the_servers_environment_needs(
+    settings: Callable[..., ServeSettings], tmp_path: Path
+) -> None:
+    served = settings("llama-3.1-70b", 8)
+    for nodes in ((), ("a", "b")):
+        world = world_of(served, nodes=nodes)
+        ranks = ranks_of(world, served, ("tritonserver",), ())
+        command = started_by(world, ranks, tmp_path, ["LD_LIBRARY_PATH", "PATH"])
+        taken = [command[i + 1] for i, word in enumerate(command) if word == "-x"]
+        assert taken == (["LD_LIBRARY_PATH", "PATH"] if nodes else [])
 
 
 def test_the_kv_cache_that_fits_is_what_the_engine_is_told(

@@ -40,8 +40,8 @@ _PROGRAMS = "ranks.conf"  # what `srun --multi-prog` reads
 _ALL_OR_NONE = (
     "sh",
     "-c",
-    '"$@" & trap "kill $!" INT TERM; while kill -0 $! 2>/dev/null; do wait $!; s=$?; done;'
-    " exit $((s ? s : 1))",
+    'trap "kill \\$!" INT TERM; "$@" & wait $!; s=$?;'
+    " while kill -0 $! 2>/dev/null; do wait $!; s=$?; done; exit $((s ? s : 1))",
     "rank",
 )
 _LAST_SECONDS = 20  # that srun gives the others when one has ended
