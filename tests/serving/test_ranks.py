@@ -33,7 +33,7 @@ from trtllm_specprefill.serving.ranks import (
     world_of,
 )
 from trtllm_specprefill.serving.repository import CONTROL, MODELS
-from trtllm_specprefill.serving.settings import ServeSettings
+from trtllm_specprefill.serving.settings import ServeSettings, TargetSettings
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "engine_build" / "configs"
@@ -295,6 +295,26 @@ def test_positions_that_the_target_has_not_are_an_error_at_start(
     ServeSettings.of({**values, "settings": {"positions": "auto"}}).check_positions()
     settings("qwen2.5-72b", 8, "trtllm_llm")
     ServeSettings.of(values).check_positions()
+
+
+@pytest.mark.parametrize(
+    ("target", "field"),
+    [
+        ({"block_reuse": True}, "block_reuse"),
+        ({"backend": "endpoint", "url": "http://h/v1", "block_reuse": True}, "block_reuse"),
+        ({"backend": "endpoint", "url": "http://h/v1", "dtype": "float32"}, "dtype"),
+        ({"backend": "trtllm_executor", "device": "cuda:1"}, "device"),
+        ({"backend": "trtllm_llm", "url": "http://h/v1"}, "url"),
+        ({"url": "http://h/v1"}, "url"),  # the backend was forgotten
+    ],
+)
+def test_a_setting_that_the_targets_backend_does_not_read_is_an_error_at_start(
+    target: dict[str, Any], field: str
+) -> None:
+    """20: a flag that could have no effect was dropped without a word."""
+    with pytest.raises(InputError, match=rf"target\.{field}.*does not read it"):
+        ServeSettings.of({"target": target})
+    ServeSettings.of({"target": target | {field: TargetSettings.model_fields[field].default}})
 
 
 def test_a_target_on_several_ranks_that_dies_ends_the_server(tmp_path: Path) -> None:
