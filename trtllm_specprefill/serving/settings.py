@@ -52,7 +52,7 @@ class DraftSettings(ModelSettings):
 
 _ENGINE = ("timeout_s", "block_reuse", "kv_cache_tokens")
 _READ_BY: dict[TargetKind, tuple[str, ...]] = {
-    "torch": ("dtype", "device"),
+    "torch": ("dtype", "device", "cache_mib", "read_ahead"),
     "trtllm_executor": _ENGINE,
     "trtllm_llm": _ENGINE,
     "endpoint": ("url", "served_name", "as_text", "context_tokens", "timeout_s"),
