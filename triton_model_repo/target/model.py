@@ -61,7 +61,7 @@ class TritonPythonModel:
         self.worker = AnsweringWorker(target, settings.limits.answers)
         self.metrics = TargetMetrics(pb)
         if target.ranks > 1:
-            end_with_this_process()
+            self.watch = end_with_this_process()
         if target.takes_requests:  # else the socket is that of rank 0
             listen(Path(parameters["control"]["string_value"]), "target", self._told)
 

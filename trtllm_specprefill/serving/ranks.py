@@ -180,13 +180,14 @@ def started_by(
     return tuple(command)
 
 
-def end_with_this_process() -> None:
-    """End the tritonserver above this process when it dies, and with that all ranks.
+def end_with_this_process() -> subprocess.Popen[bytes]:
+    """What ends the tritonserver above this process when it dies, and with that all ranks.
 
     Triton itself goes on without a model's process, and the other ranks wait for it for ever.
+    Keep it: letting go of it ends them too.
     """
     watch = ["sh", "-c", f"read nothing; kill {os.getppid()}"]  # nothing comes before the end
-    subprocess.Popen(watch, stdin=subprocess.PIPE)
+    return subprocess.Popen(watch, stdin=subprocess.PIPE)
 
 
 @dataclass(frozen=True)
