@@ -7,12 +7,14 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -175,6 +177,28 @@ def test_a_rank_hands_signals_on_and_waits_for_its_server(
         running.terminate()
         assert running.wait() == 1
     assert done.read_text() == "stopped\n"
+
+
+def test_a_server_ends_with_the_process_that_holds_its_part_of_the_engine() -> None:
+    part = """
+import time
+from trtllm_specprefill.serving.ranks import end_with_this_process
+watch = end_with_this_process()
+print("up", flush=True)
+time.sleep(600)
+"""
+    server = """
+import signal, subprocess, sys
+subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+signal.pause()
+"""
+    command = [sys.executable, "-c", server, part]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"up\n"
+        [process] = psutil.Process(running.pid).children()
+        process.kill()
+        assert running.wait() == -signal.SIGTERM
 
 
 def test_other_nodes_are_given_what_the_servers_environment_needs(
