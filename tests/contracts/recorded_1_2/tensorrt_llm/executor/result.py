@@ -32,6 +32,7 @@ class CompletionOutput:
 
 
 class GenerationResult:
+    @engine.stand_in
     def __init__(self, runs: engine.Engine, identity: int) -> None:
         self._engine, self._id, self._done = runs, identity, False
         self.queue: Queue[engine.Event] = runs.events(identity)

@@ -19,6 +19,7 @@ from tests.contracts.llm_jobs import job
 
 
 class GenerationExecutor:
+    @engine.stand_in
     def __init__(self, runs: engine.Engine, args: TorchLlmArgs) -> None:
         self._engine, self._args = runs, args
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+from tests.contracts import engine
+
 
 class KvCacheConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -36,6 +38,7 @@ class TorchLlmArgs(BaseModel):
     max_seq_len: int | None = None
     kv_cache_config: KvCacheConfig = KvCacheConfig()
 
+    @engine.stand_in
     def refuses(self, prompt_tokens: int) -> bool:
         """Whether a prompt would have to be read in one step, and is too long for that."""
         return not self.enable_chunked_prefill and prompt_tokens > self.max_num_tokens
