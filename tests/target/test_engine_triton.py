@@ -210,6 +210,17 @@ def test_many_requests_at_once_are_answered_each_and_some_are_left(
 
 
 @ONE
+def test_very_short_streams_many_at_once_do_not_bring_the_server_down(grpc: str) -> None:
+    """Two threads that change one of Triton's custom metrics at once do, within the first few."""
+
+    def ask(words: int) -> str:
+        return whole(grpc, text_of_words(words), max_tokens=1 + words % 2)[1]["finish_reason"]
+
+    with ThreadPoolExecutor(24) as pool:
+        assert set(pool.map(ask, random.choices(range(3, 12), k=60))) == {"length"}
+
+
+@ONE
 def test_a_rank_above_0_loads_the_target_alone_and_leaves_rank_0_its_place(
     launch: Launch, server: Server, grpc: str
 ) -> None:
