@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -48,13 +48,18 @@ class Event:
 
 @dataclass
 class Setup:
-    """The engine that the recorded constructors start."""
+    """The engine that the recorded constructors start.
+
+    fail: words of an error in a step of a request; none when it goes well. end: why a request is
+    to end after a step. over: called when the engine shuts down.
+    """
 
     model: Model
     honours_positions: bool = True
     leader: bool = True
     fail: Callable[[Job, int], str] = lambda job, step: ""
     end: Callable[[Job, int], Finish | None] = lambda job, step: None
+    over: Callable[[], None] = lambda: None
     hold: threading.Event = field(default_factory=threading.Event)
     engines: list[Engine] = field(default_factory=list)
 
@@ -63,6 +68,12 @@ class Setup:
 
 
 setup: Setup | None = None
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def stand_in(function: Function) -> Function:
+    """Marks a function beside the recorded ones: the API has none like it."""
+    return function
 
 
 def started(block_reuse: bool, kv_cache_tokens: int | None) -> Engine:
@@ -135,6 +146,10 @@ class Engine:
                 self._blocks[key] = positions[:end]
         return positions
 
+    def events(self, identity: int) -> queue.Queue[Event]:
+        """Where the events of a request come."""
+        return self._events[identity]
+
     def wait(self, identity: int, timeout: float | None) -> list[Event]:
         """The next events of a request; none when `timeout` seconds pass without."""
         try:
@@ -159,6 +174,7 @@ class Engine:
         self._setup.hold.set()
         self._work.set()
         self._thread.join()
+        self._setup.over()
 
     @torch.inference_mode()
     def _loop(self) -> None:

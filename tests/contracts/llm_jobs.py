@@ -1,7 +1,8 @@
 """A request of the LLM API as the engine sees it, after the checks that the runtime makes.
 
-sources: tensorrt_llm/_torch/pyexecutor/model_engine.py, stored version of 1.2 (3514536498):
-`mrope_position_ids` is cut along its last axis and `mrope_position_deltas` expanded to [3, 1, 1].
+sources: tensorrt_llm/_torch/pyexecutor/model_engine.py @ 1a0dc5f70054f66d892df6a964996fc5ead6f81e
+    `mrope_position_ids` is cut along its last axis and `mrope_position_deltas` expanded to
+    [3, 1, 1]; what one step reads must fit into `max_num_tokens`.
 """
 
 from __future__ import annotations
@@ -28,5 +29,6 @@ def job(tokens: list[int], params: Any, multimodal: Any, salt: int | str | None)
         following = (len(tokens) + delta).expand(3, 1, 1)  # of the first generated token
         positions = tuple(ids[0, 0].tolist())
         assert positions[-1] + 1 == int(following[0, 0, 0]), "the delta leaves a gap"
-    stops = (*(params.stop_token_ids or ()), *(() if params.end_id is None else (params.end_id,)))
+    ends = () if params.end_id in (None, -1) else (params.end_id,)
+    stops = (*(params.stop_token_ids or ()), *ends)
     return Job(tuple(tokens), positions, params.max_tokens, stops, params, salt)

@@ -49,8 +49,11 @@ def _class(module: str, node: ast.ClassDef) -> Recorded:
         elif isinstance(item, ast.Assign):
             fields.update(t.id for t in item.targets if isinstance(t, ast.Name))
         elif isinstance(item, ast.FunctionDef):
-            if any(isinstance(d, ast.Name) and d.id == "property" for d in item.decorator_list):
+            marks = item.decorator_list
+            if any(isinstance(d, ast.Name) and d.id == "property" for d in marks):
                 fields.add(item.name)
+                continue
+            if any(isinstance(d, ast.Attribute) and d.attr == "stand_in" for d in marks):
                 continue
             given = item.args
             rest = [a for a in (given.vararg, given.kwarg) if a is not None]

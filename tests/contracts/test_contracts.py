@@ -13,18 +13,32 @@ from tests.contracts import refresh
 from tests.target.conftest import install
 
 HERE = Path(__file__).parent
-SOURCE = re.compile(
-    r"(cpp|tensorrt_llm)/[\w/]+\.(py|cpp)[^\n]*(@ [0-9a-f]{7,40}|stored version|version of)"
-)
+SOURCE = re.compile(r"^(sources: |    )((?:cpp|tensorrt_llm)/[\w/]+\.(?:py|cpp))\b(.*)", re.M)
+COMMIT = re.compile(r" @ [0-9a-f]{40}\b")
 VERSIONS = ("recorded_1_2", "recorded_1_4")
 
 
+def without_commit(text: str) -> list[str]:
+    """The public files that a module names as its sources, but not at which commit."""
+    return [file for _, file, rest in SOURCE.findall(text) if not COMMIT.match(rest)]
+
+
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_module_that_records_something_names_its_source(version: str) -> None:
-    for path in (HERE / version).rglob("*.py"):
+def test_every_module_that_records_something_names_a_public_file_and_its_commit(
+    version: str,
+) -> None:
+    for path in [*(HERE / version).rglob("*.py"), HERE / "llm_jobs.py"]:
         text = path.read_text(encoding="utf-8")
-        if "\nclass " in text:
+        if "\nclass " in text or "sources:" in text:
             assert SOURCE.search(text), path
+            assert not without_commit(text), path
+
+
+@pytest.mark.parametrize("rest", ["", " @ 1f064c4", ", stored version 2426014580", " @ main"])
+def test_a_source_without_the_whole_commit_is_found(rest: str) -> None:
+    file = "tensorrt_llm/llmapi/llm.py"
+    assert without_commit(f'"""A class.\n\nsources:\n    {file}{rest}\n"""') == [file]
+    assert without_commit(f'"""A class.\n\nsources: {file}{rest}\n"""') == [file]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -34,6 +48,16 @@ def test_the_recordings_agree_with_themselves(
     install(version, monkeypatch)
     assert not list(refresh.differences(version))
     assert len(list(refresh.recorded(version))) >= 6
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_stands_behind_the_recordings_is_not_compared(version: str) -> None:
+    """Constructors that take the engine of these tests, of objects that no adapter makes."""
+    found = {entry.name: entry.methods for entry in refresh.recorded(version)}
+    assert "_result_step" in found["GenerationResult"]
+    assert "__init__" not in found["GenerationResult"]
+    assert not found["TorchLlmArgs"]
+    assert not [methods for methods in found.values() if "runs" in str(methods)]
 
 
 def test_the_llm_of_1_2_has_no_front_door_for_positions_and_1_4_has(

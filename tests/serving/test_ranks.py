@@ -6,11 +6,15 @@ import json
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -21,9 +25,17 @@ from trtllm_specprefill.draft.manifest import DraftManifest
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.serving.control import listen
 from trtllm_specprefill.serving.launch import Launch, Server, with_free_ports
-from trtllm_specprefill.serving.ranks import Rank, World, budget_of, draft_gpu, world_of
+from trtllm_specprefill.serving.ranks import (
+    Rank,
+    World,
+    budget_of,
+    draft_gpu,
+    ranks_of,
+    started_by,
+    world_of,
+)
 from trtllm_specprefill.serving.repository import CONTROL, MODELS
-from trtllm_specprefill.serving.settings import ServeSettings
+from trtllm_specprefill.serving.settings import ServeSettings, TargetSettings
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "engine_build" / "configs"
@@ -119,13 +131,15 @@ def test_ranks_above_0_load_the_target_alone_and_open_no_port(
     settings: Callable[..., ServeSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = printed(settings("llama-3.1-70b", 8), tmp_path, monkeypatch, "--gpu", "h200")
-    command = shlex.split("".join(line for line in text.splitlines() if not line.startswith("#")))
-    assert command[:2] == ["mpirun", "--allow-run-as-root"]
-    calls = " ".join(command[2:]).split(" : ")
+    lines = [line.removesuffix("\\") for line in text.splitlines() if not line.startswith("#")]
+    command = shlex.split(" ".join(lines))
+    assert command[:4] == ["mpirun", "--allow-run-as-root", "--bind-to", "none"]
+    ends = [4, *(i + 1 for i, word in enumerate(command) if word == ":"), len(command) + 1]
+    calls = [command[a : b - 1] for a, b in pairwise(ends)]
     assert len(calls) == 8
-    for number, call in enumerate(calls):
-        words = call.split()
-        assert words[:3] == ["-n", "1", "tritonserver"]
+    for number, words in enumerate(calls):
+        assert words[:4] == ["-n", "1", "sh", "-c"]
+        assert words[5:7] == ["rank", "tritonserver"]
         loaded = [w.removeprefix("--load-model=") for w in words if w.startswith("--load-model=")]
         assert ("draft" in loaded) == (number == 0)
         assert "target" in loaded
@@ -133,6 +147,70 @@ def test_ranks_above_0_load_the_target_alone_and_open_no_port(
         assert any("port=" in w for w in words) == (number == 0)
         assert ("--allow-http=false" in words) == (number > 0)
         assert f"--backend-config=python,shm-region-prefix-name=prefix{number}_" in words
+
+
+@pytest.mark.parametrize("status", [0, 1, 7, 126])
+def test_a_rank_never_ends_well_for_mpirun_lets_a_rank_that_does_leave_the_others(
+    status: int, settings: Callable[..., ServeSettings], tmp_path: Path
+) -> None:
+    served = settings("llama-3.1-70b", 2)
+    world = world_of(served)
+    ranks = ranks_of(world, served, ("sh", "-c", f"exit {status}"), ())
+    command = started_by(world, ranks, tmp_path)
+    rank = command[command.index("sh") : command.index(":")]
+    assert subprocess.run(rank, check=False).returncode == (status or 1)
+
+
+def test_a_rank_hands_signals_on_and_waits_for_its_server(
+    settings: Callable[..., ServeSettings], tmp_path: Path
+) -> None:
+    served, done = settings("llama-3.1-70b", 2), tmp_path / "done"
+    server = (
+        f"trap 'sleep 0.5; echo stopped > {done}; exit 0' TERM; echo; while :; do sleep 0.1; done"
+    )
+    world = world_of(served)
+    command = started_by(world, ranks_of(world, served, ("sh", "-c", server), ()), tmp_path)
+    rank = command[command.index("sh") : command.index(":")]
+    with subprocess.Popen(rank, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        running.terminate()
+        assert running.wait() == 1
+    assert done.read_text() == "stopped\n"
+
+
+def test_a_server_ends_with_the_process_that_holds_its_part_of_the_engine() -> None:
+    part = """
+import time
+from trtllm_specprefill.serving.ranks import end_with_this_process
+watch = end_with_this_process()
+print("up", flush=True)
+time.sleep(600)
+"""
+    server = """
+import signal, subprocess, sys
+subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+signal.pause()
+"""
+    command = [sys.executable, "-c", server, part]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"up\n"
+        [process] = psutil.Process(running.pid).children()
+        process.kill()
+        assert running.wait() == -signal.SIGTERM
+
+
+def test_other_nodes_are_given_what_the_servers_environment_needs(
+    settings: Callable[..., ServeSettings], tmp_path: Path
+) -> None:
+    served = settings("llama-3.1-70b", 8)
+    for nodes in ((), ("a", "b")):
+        world = world_of(served, nodes=nodes)
+        ranks = ranks_of(world, served, ("tritonserver",), ())
+        command = started_by(world, ranks, tmp_path, ["LD_LIBRARY_PATH", "PATH"])
+        taken = [command[i + 1] for i, word in enumerate(command) if word == "-x"]
+        assert taken == (["LD_LIBRARY_PATH", "PATH"] if nodes else [])
 
 
 def test_the_kv_cache_that_fits_is_what_the_engine_is_told(
@@ -241,6 +319,26 @@ def test_positions_that_the_target_has_not_are_an_error_at_start(
     ServeSettings.of({**values, "settings": {"positions": "auto"}}).check_positions()
     settings("qwen2.5-72b", 8, "trtllm_llm")
     ServeSettings.of(values).check_positions()
+
+
+@pytest.mark.parametrize(
+    ("target", "field"),
+    [
+        ({"block_reuse": True}, "block_reuse"),
+        ({"backend": "endpoint", "url": "http://h/v1", "block_reuse": True}, "block_reuse"),
+        ({"backend": "endpoint", "url": "http://h/v1", "dtype": "float32"}, "dtype"),
+        ({"backend": "trtllm_executor", "device": "cuda:1"}, "device"),
+        ({"backend": "trtllm_llm", "url": "http://h/v1"}, "url"),
+        ({"url": "http://h/v1"}, "url"),  # the backend was forgotten
+    ],
+)
+def test_a_setting_that_the_targets_backend_does_not_read_is_an_error_at_start(
+    target: dict[str, Any], field: str
+) -> None:
+    """20: a flag that could have no effect was dropped without a word."""
+    with pytest.raises(InputError, match=rf"target\.{field}.*does not read it"):
+        ServeSettings.of({"target": target})
+    ServeSettings.of({"target": target | {field: TargetSettings.model_fields[field].default}})
 
 
 def test_a_target_on_several_ranks_that_dies_ends_the_server(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
+import weakref
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -173,6 +175,22 @@ def test_a_cancelled_answer_ends_wherever_it_is(moment: str) -> None:
     assert after.ended.wait(30)
     assert client.texts == []
     assert worker.wait("request 3", 30) == "done"
+
+
+@pytest.mark.parametrize("key", [1, 13, 14])
+def test_nothing_of_an_answer_that_is_over_is_held(key: int) -> None:
+    """Triton stops only when the last request's responses are let go of."""
+    worker = AnsweringWorker(CountingTarget(), answers=1)  # type: ignore[arg-type]
+    client, gone = Client(key, 2), threading.Event()
+    weakref.finalize(client.job, gone.set)
+    worker.submit(client.job)
+    assert client.ended.wait(30)
+    del client
+    for _ in range(100):
+        gc.collect()
+        if gone.wait(0.05):
+            break
+    assert gone.is_set()
 
 
 def test_an_answer_that_has_not_come_yet_is_not_over() -> None:

@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import psutil
 import pytest
 
-from tests.strategies import WORDS
-from tests.target.conftest import CONTRACTS, manifest_of
+from tests.target.served import KNOBS, repository_of, settings_of, text_of_words, whole
 from tests.target.test_endpoint_triton import STOCK
 from tests.target.wire import plan_of, text_of
 from trtllm_specprefill import SpecPrefill
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import TargetFailed
 from trtllm_specprefill.models import Model, load_model
-from trtllm_specprefill.serving.client import stream
-from trtllm_specprefill.serving.launch import Launch, Server, launch_of, with_free_ports
+from trtllm_specprefill.serving.client import inputs_of, stream
+from trtllm_specprefill.serving.launch import Launch, Server, launch_of
 from trtllm_specprefill.serving.ranks import World
-from trtllm_specprefill.serving.repository import render
 from trtllm_specprefill.serving.settings import ServeSettings
 from trtllm_specprefill.settings import Sampling
 from trtllm_specprefill.target.load import load_target
 from trtllm_specprefill.target.torch import TorchTarget
 
-pytest.importorskip("tritonclient.grpc")
+tritonclient = pytest.importorskip("tritonclient.grpc")
 pytest.importorskip("pytriton")
 pytestmark = pytest.mark.timeout(1500)
 
 HERE = Path(__file__).parent
-KNOBS = {"threshold": 64, "min_keep_tokens": 0, "keep": 0.3, "positions": "original"}
 # Where the stock ensemble's inputs go; its own steps before and after are left out.
 STEP = {
     "text_input": "text_input",
@@ -49,18 +48,6 @@ STEP = {
     "temperature": "temperature",
     "seed": "seed",
 }
-# Before the target's own code: TensorRT-LLM's API as recorded, a model under torch behind it.
-RECORDED = """
-import os
-import sys
-
-sys.path[:0] = [{contracts!r}, {root!r}]
-from tests.contracts import engine
-from trtllm_specprefill.models import load_model
-
-model = load_model({model!r}, "float32", "cpu")
-engine.setup = engine.Setup(model, leader="RANK_ABOVE_0" not in os.environ)
-"""
 
 
 def stock_configs() -> dict[str, str]:
@@ -95,47 +82,46 @@ def stock_configs() -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module")
-def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ServeSettings:
-    engine = tmp_path_factory.mktemp("engine")
-    manifest_of("trtllm_executor", model=str(folder), tensor_parallel=2).write(engine)
-    return with_free_ports(
-        ServeSettings.of(
-            {
-                "draft": {"model": str(folder), "dtype": "float32", "device": "cpu"},
-                "target": {"backend": "trtllm_executor", "model": str(engine)},
-                "ports": {"http": 0, "grpc": 0, "metrics": 0},
-                "limits": {"answers": 4, "presence": 0.25},
-                "infer_instances": 1,
-            }
-        )
-    )
+ONE = pytest.mark.parametrize("kind", ["trtllm_executor"], indirect=True, scope="module")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *("trtllm_executor", "trtllm_llm of 1.4"),
+        pytest.param("trtllm_llm of 1.2", marks=pytest.mark.slow),
+    ],
+)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of engine in turn."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def launch(served: ServeSettings, folder: Path) -> Iterator[Launch]:
-    """Two ranks of it; the test starts each by itself, since there is no MPI here."""
+def served(kind: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ServeSettings:
+    ranks = 2 if kind == "trtllm_executor" else 1
+    return settings_of(kind, folder, tmp_path_factory.mktemp("engine"), ranks)
+
+
+@pytest.fixture(scope="module")
+def launch(kind: str, served: ServeSettings, folder: Path) -> Iterator[Launch]:
+    """Two ranks of the executor; a test starts each by itself here, without MPI."""
     work = Path(tempfile.mkdtemp(prefix="specprefill-"))  # short: it holds sockets
-    repository = render(served, work)
-    own = repository / "target" / "1" / "model.py"
-    root = str(HERE.parents[1])
-    before = RECORDED.format(
-        contracts=str(CONTRACTS / "recorded_1_2"), root=root, model=str(folder)
-    )
-    own.write_text(before + own.read_text())
+    repository = repository_of(kind, served, folder, work)
     for name, config in stock_configs().items():
         (repository / name / "1").mkdir(parents=True)
         (repository / name / "config.pbtxt").write_text(config)
     code = (HERE / "stock_model.py").read_text().replace('MODEL = ""', f"MODEL = {str(folder)!r}")
     (repository / "tensorrt_llm" / "1" / "model.py").write_text(code)
-    yield launch_of(served, repository, (), print, World(2))
+    world = World(2) if kind == "trtllm_executor" else World()
+    yield launch_of(served, repository, (), print, world)
     shutil.rmtree(work)
 
 
 @pytest.fixture(scope="module")
-def server(launch: Launch, served: ServeSettings) -> Iterator[Server]:
+def server(kind: str, launch: Launch, served: ServeSettings) -> Iterator[Server]:
     work = Path(launch.ranks[0].command[1].removeprefix("--model-repository=")).parent
-    stock = tuple(f"--load-model={name}" for name in STOCK)
+    stock = tuple(f"--load-model={name}" for name in STOCK) if kind == "trtllm_executor" else ()
     first = Launch((*launch.ranks[0].command, *stock), launch.environment, launch.ranks[:1])
     with Server(first, served.ports, work) as running:
         running.wait_ready(print)
@@ -150,19 +136,6 @@ def grpc(server: Server) -> str:
 @pytest.fixture(scope="module")
 def small(folder: Path) -> Model:
     return load_model(str(folder), "float32", "cpu")
-
-
-def text_of_words(count: int) -> str:
-    return " ".join(np.random.default_rng().choice(WORDS, size=count)) + ". Where is the key?"
-
-
-def whole(url: str, text: str, **values: Any) -> tuple[str, dict[str, Any]]:
-    request = {"text_input": text, "specprefill": KNOBS, "max_tokens": 8, **values}
-    pieces, report = [], None
-    for piece, report in stream(url, request):  # noqa: B007
-        pieces.append(piece)
-    assert report is not None
-    return "".join(pieces), report
 
 
 def test_an_engine_behind_triton_answers_as_torch_does_at_original_positions(
@@ -181,8 +154,6 @@ def test_an_engine_behind_triton_answers_as_torch_does_at_original_positions(
 
 
 def test_stop_texts_and_a_client_that_leaves_end_an_engines_answer(grpc: str) -> None:
-    # One after the other: Triton 2.51 itself may break down under streams as short as these when
-    # several come at once. Requests in flight together are under test in `test_targets.py`.
     text = text_of_words(120)
     alone, _ = whole(grpc, text)
     stop = alone.strip()[2:5]
@@ -195,6 +166,61 @@ def test_stop_texts_and_a_client_that_leaves_end_an_engines_answer(grpc: str) ->
     assert whole(grpc, text)[0] == alone
 
 
+def leave_within(seconds: float, url: str, request: dict[str, Any]) -> None:
+    """Ask and go away, answer or no answer."""
+    client = tritonclient.InferenceServerClient(url)
+    client.start_stream(lambda result, error: None)
+    client.async_stream_infer("specprefill", inputs_of({**request, "stream": True}))
+    time.sleep(seconds)
+    client.stop_stream(cancel_requests=True)
+    client.close()
+
+
+def test_many_requests_at_once_are_answered_each_and_some_are_left(
+    grpc: str, small: Model, server: Server
+) -> None:
+    """32 of them, 8 at a time, pruned and dense, of 1 to 12 tokens; every fourth client leaves."""
+    judge = SpecPrefill(TorchDraft(small), TorchTarget(small))
+    texts = [text_of_words(random.randint(20, 400)) for _ in range(32)]
+    knobs = [KNOBS | {"keep": random.choice((0.2, 0.5))} if i % 3 else {} for i in range(32)]
+    lengths = [random.randint(1, 12) for _ in texts]
+    processes = set(psutil.Process(server.pid).children())
+
+    def ask(i: int) -> str | None:
+        values = {"specprefill": knobs[i] or "off", "max_tokens": lengths[i]}
+        if i % 4:
+            return whole(grpc, texts[i], **values)[0]
+        endless = {"text_input": texts[i], **values, "max_tokens": 900}
+        if i % 8:
+            answer = stream(grpc, endless)
+            next(answer)
+            answer.close()
+        else:
+            leave_within(0.3 * random.random(), grpc, endless)
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(ask, range(32)))
+    for i, answer in enumerate(got):
+        if answer is not None:
+            wanted: dict[str, Any] = knobs[i] or {"enabled": False}
+            assert answer == judge.generate(texts[i], max_tokens=lengths[i], **wanted).text
+    # Nothing broke down and was loaded again.
+    assert set(psutil.Process(server.pid).children()) == processes
+
+
+@ONE
+def test_very_short_streams_many_at_once_do_not_bring_the_server_down(grpc: str) -> None:
+    """Two threads that change one of Triton's custom metrics at once do, within the first few."""
+
+    def ask(words: int) -> str:
+        return whole(grpc, text_of_words(words), max_tokens=1 + words % 2)[1]["finish_reason"]
+
+    with ThreadPoolExecutor(24) as pool:
+        assert set(pool.map(ask, random.choices(range(3, 12), k=60))) == {"length"}
+
+
+@ONE
 def test_a_rank_above_0_loads_the_target_alone_and_leaves_rank_0_its_place(
     launch: Launch, server: Server, grpc: str
 ) -> None:
@@ -206,7 +232,7 @@ def test_a_rank_above_0_loads_the_target_alone_and_leaves_rank_0_its_place(
     with log.open("wb") as out:
         rank = subprocess.Popen(
             launch.ranks[1].command,
-            env={**os.environ, **launch.environment, "RANK_ABOVE_0": "1"},
+            env={**os.environ, **launch.environment, "RANK": "1"},
             stdout=out,
             stderr=subprocess.STDOUT,
         )
@@ -235,6 +261,7 @@ def plan_for(small: Model) -> Any:
     return plan_of(small.tokenizer, text_of_words(12))
 
 
+@ONE
 @pytest.mark.parametrize("name", list(STOCK))
 def test_an_endpoint_in_the_real_server_gives_the_answer_of_the_model_itself(
     grpc: str, folder: Path, small: Model, name: str
@@ -253,6 +280,7 @@ def test_an_endpoint_in_the_real_server_gives_the_answer_of_the_model_itself(
     assert text_of(list(target.stream(plan, Sampling(max_tokens=3))))
 
 
+@ONE
 def test_an_error_inside_the_real_server_is_a_target_failure(
     grpc: str, folder: Path, small: Model
 ) -> None:

@@ -213,6 +213,34 @@ def test_a_prompt_beyond_the_kv_length_is_refused_in_words(engine_maker: Maker) 
         tokens_of(target, plan_of(57, 4000), max_tokens=8)
 
 
+@pytest.mark.parametrize("kind", ["trtllm_llm of 1.2", "trtllm_llm of 1.4"])
+def test_a_prompt_longer_than_a_step_of_the_llm_api_is_read_in_several(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker, model = Maker(kind, monkeypatch), never_ending(random_model("llama", Spelling()))
+    made, plan = maker(model), plan_of(60, 900)
+    made.target._llm.args.max_num_tokens = 32  # type: ignore[attr-defined]
+    assert tokens_of(made.target, plan) == tokens_of(TorchTarget(model), plan)
+    made.target._llm.args.enable_chunked_prefill = False  # type: ignore[attr-defined]
+    with pytest.raises(TargetFailed, match="max_num_tokens"):
+        tokens_of(made.target, plan)
+    maker.stop()
+
+
+def test_a_failed_request_that_the_llm_api_says_nothing_of_is_a_target_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1.4 calls a request with an error finished, and raises only while its executor lives."""
+    maker = Maker("trtllm_llm of 1.4", monkeypatch)
+    made = maker(setup={"fail": lambda job, step: "CUDA error 700" if step == 3 else ""})
+    from tensorrt_llm.executor import result
+
+    monkeypatch.setattr(result, "_raise", lambda words: None)
+    with pytest.raises(TargetFailed, match="CUDA error 700"):
+        tokens_of(made.target, plan_of(30, 90))
+    maker.stop()
+
+
 def test_the_length_of_the_kv_cache_reaches_the_engine(engine_maker: Maker) -> None:
     # 26 (vLLM V1 port): at its own choice the engine left no memory for the draft.
     assert engine_maker(kv_cache_tokens=4096).engine.kv_cache_tokens == 4096

@@ -99,10 +99,15 @@ class TritonPythonModel:
     def _signs_of_life(self):
         while True:
             time.sleep(self.limits.presence)
-            for entry in list(self.inside.values()):
-                entry.send(presence_tensors(entry.id))
-                if not entry.planned:
-                    entry.gone = self._state(entry.id, 0) == "gone"
+            for request_id in list(self.inside):
+                self._sign_of_life(request_id)
+
+    def _sign_of_life(self, request_id):
+        entry = self.inside.get(request_id)
+        if entry is not None:
+            entry.send(presence_tensors(request_id))
+            if not entry.planned:
+                entry.gone = self._state(request_id, 0) == "gone"
 
 
 class _Entry:

@@ -18,6 +18,7 @@ import triton_python_backend_utils as pb
 from trtllm_specprefill.plan import PrunePlan, Reason
 from trtllm_specprefill.serving.control import listen
 from trtllm_specprefill.serving.metrics import TargetMetrics
+from trtllm_specprefill.serving.ranks import end_with_this_process
 from trtllm_specprefill.serving.settings import ServeSettings
 from trtllm_specprefill.serving.wire import json_tensor, read_json, text_tensor
 from trtllm_specprefill.serving.workers import Answer, AnsweringWorker
@@ -55,9 +56,12 @@ class TritonPythonModel:
                 kv_cache_tokens=own.kv_cache_tokens,
                 cache_mib=own.cache_mib,
             ).result()
-        self.facts, self.process = asdict(target.position_support), str(uuid.uuid4())
+        self.target, self.process = target, str(uuid.uuid4())
+        self.facts = asdict(target.position_support)
         self.worker = AnsweringWorker(target, settings.limits.answers)
         self.metrics = TargetMetrics(pb)
+        if target.ranks > 1:
+            self.watch = end_with_this_process()
         if target.takes_requests:  # else the socket is that of rank 0
             listen(Path(parameters["control"]["string_value"]), "target", self._told)
 
@@ -73,6 +77,10 @@ class TritonPythonModel:
                 sender.send(flags=_FINAL)
             else:
                 self.worker.submit(self._answer(request, wanted, sender))
+
+    def finalize(self):
+        """Let go of the engine, which on several GPUs ends its other ranks too."""
+        self.target.close()
 
     def _told(self, message):
         if message["message"] == "facts":

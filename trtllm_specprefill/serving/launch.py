@@ -100,7 +100,8 @@ def launch_of(
         f"--metrics-port={ports.metrics}",
     )
     ranks = ranks_of(world, settings, server, leader)
-    return Launch(started_by(world, ranks, repository.parent), environment, ranks)
+    command = started_by(world, ranks, repository.parent, environment)
+    return Launch(command, environment, ranks)
 
 
 def with_free_ports(settings: ServeSettings) -> ServeSettings:

@@ -6,12 +6,17 @@ model, those above it load the target's alone. They answer nobody, so here they 
 The LLM API starts the other ranks itself: on one node there is one server, and on several
 `trtllm-llmapi-launch` turns all processes but the first into workers
 (tensorrt_llm/llmapi/trtllm-llmapi-launch @ 020c89e).
+
+A rank is a server of many threads, so none is bound to a core, as mpirun would have it. And the
+end of one rank is the end of all, however it came: mpirun by itself goes on when one ends well.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -31,6 +36,15 @@ Launcher = Literal["mpirun", "srun"]
 WORKER = "worker of the LLM API"
 _WITHOUT_PORTS = ("--allow-http=false", "--allow-grpc=false", "--allow-metrics=false")
 _PROGRAMS = "ranks.conf"  # what `srun --multi-prog` reads
+# Runs its arguments, hands signals on to them, and never ends well.
+_ALL_OR_NONE = (
+    "sh",
+    "-c",
+    'trap "kill \\$!" INT TERM; "$@" & wait $!; s=$?;'
+    " while kill -0 $! 2>/dev/null; do wait $!; s=$?; done; exit $((s ? s : 1))",
+    "rank",
+)
+_LAST_SECONDS = 20  # that srun gives the others when one has ended
 
 
 @dataclass(frozen=True)
@@ -84,7 +98,7 @@ def world_of(
     Raises `InputError` for ranks that the target has not, or that do not fit the nodes.
     """
     built = manifest_of(settings)
-    ranks = 1 if built is None else built.tensor_parallel * built.pipeline_parallel
+    ranks = 1 if built is None else built.ranks
     target = settings.target
     if size not in (None, ranks):
         what = f"{ranks}, the ranks of target {target.model} on {target.backend}"
@@ -136,8 +150,13 @@ def ranks_of(
     )
 
 
-def started_by(world: World, ranks: Sequence[Rank], folder: Path) -> tuple[str, ...]:
-    """The one command that starts all ranks. For srun, writes a file into `folder`."""
+def started_by(
+    world: World, ranks: Sequence[Rank], folder: Path, environment: Iterable[str] = ()
+) -> tuple[str, ...]:
+    """The one command that starts all ranks. For srun, writes a file into `folder`.
+
+    environment: names of variables that a server needs; mpirun takes them along to other nodes.
+    """
     if not any(rank.command for rank in ranks[1:]):
         return ranks[0].command
     if world.launcher == "srun":
@@ -147,14 +166,28 @@ def started_by(world: World, ranks: Sequence[Rank], folder: Path) -> tuple[str, 
         return (
             *("srun", "--mpi=pmix", f"--nodes={max(len(world.nodes), 1)}", *placed),
             *(f"--ntasks={world.size}", f"--ntasks-per-node={world.per_node}"),
-            *("--distribution=block", "--kill-on-bad-exit=1"),
+            *("--distribution=block", "--cpu-bind=none"),
+            *("--kill-on-bad-exit=1", f"--wait={_LAST_SECONDS}"),
             *("--multi-prog", str(folder / _PROGRAMS)),
         )
-    command = ["mpirun", "--allow-run-as-root"]
+    command = ["mpirun", "--allow-run-as-root", "--bind-to", "none"]
+    if world.nodes:
+        command += [word for name in environment for word in ("-x", name)]
     for rank in ranks:
         command += [":"] if rank.number else []
-        command += ["-n", "1", *(("--host", rank.node) if rank.node else ()), *rank.command]
+        place = ("--host", rank.node) if rank.node else ()
+        command += ["-n", "1", *place, *_ALL_OR_NONE, *rank.command]
     return tuple(command)
+
+
+def end_with_this_process() -> subprocess.Popen[bytes]:
+    """What ends the tritonserver above this process when it dies, and with that all ranks.
+
+    Triton itself goes on without a model's process, and the other ranks wait for it for ever.
+    Keep it: letting go of it ends them too.
+    """
+    watch = ["sh", "-c", f"read nothing; kill {os.getppid()}"]  # nothing comes before the end
+    return subprocess.Popen(watch, stdin=subprocess.PIPE)
 
 
 @dataclass(frozen=True)

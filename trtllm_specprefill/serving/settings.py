@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
 
 from trtllm_specprefill.draft.load import DraftFallback, DraftKind
 from trtllm_specprefill.errors import InputError
@@ -49,6 +50,15 @@ class DraftSettings(ModelSettings):
     )
 
 
+_ENGINE = ("timeout_s", "block_reuse", "kv_cache_tokens")
+_READ_BY: dict[TargetKind, tuple[str, ...]] = {
+    "torch": ("dtype", "device", "cache_mib", "read_ahead"),
+    "trtllm_executor": _ENGINE,
+    "trtllm_llm": _ENGINE,
+    "endpoint": ("url", "served_name", "as_text", "context_tokens", "timeout_s"),
+}
+
+
 class TargetSettings(ModelSettings):
     """The target: what it is, and what runs it; see `target.load.load_target`."""
 
@@ -79,6 +89,16 @@ class TargetSettings(ModelSettings):
         description="of torch: read that beginning while the draft scores; when absent, where the"
         " two have devices of their own",
     )
+
+    @model_validator(mode="after")
+    def _read_by_the_backend(self) -> Self:
+        read = {"backend", "model", "threads", *_READ_BY[self.backend]}
+        for name in sorted(self.model_fields_set - read):
+            value, field = getattr(self, name), type(self).model_fields[name]
+            if value != field.default:
+                allowed = f"{field.default!r}, since {self.backend} does not read it"
+                raise InputError(f"target.{name}", value, allowed)
+        return self
 
 
 class Limits(_Part):

@@ -160,19 +160,23 @@ class AnsweringWorker:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._heads or self._waiting or self._running)
-                heads = [self._heads.popleft() for _ in range(len(self._heads))]
-                room = self._answers - len(self._running)
-                fresh = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
-            for head in heads:
-                with suppress(Exception):  # the answer that needs it meets the same, and says so
-                    self._target.read_ahead(head)
-            for job in fresh:
-                self._running.append(job)
-                self._advance(job)
-            for job in list(self._running):
-                self._advance(job)
+            self._turn()
+
+    def _turn(self) -> None:
+        """One step of every answer. Holds no job afterwards: Triton waits for what it was sent."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._heads or self._waiting or self._running)
+            heads = [self._heads.popleft() for _ in range(len(self._heads))]
+            room = self._answers - len(self._running)
+            fresh = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        for head in heads:
+            with suppress(Exception):  # the answer that needs it meets the same, and says so
+                self._target.read_ahead(head)
+        for job in fresh:
+            self._running.append(job)
+            self._advance(job)
+        for job in list(self._running):
+            self._advance(job)
 
     def _advance(self, job: Answer) -> None:
         """One step of one answer; the job leaves when it is over, however it ended."""

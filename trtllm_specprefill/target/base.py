@@ -34,13 +34,14 @@ class Target(ABC):
     """A large model that prefills a plan and streams an answer.
 
     takes_requests: false on the ranks above 0 of an engine on several GPUs: they hold their part
-    of it, and rank 0 answers.
+    of it, and rank 0 answers. ranks: processes like this one that only answer together.
     """
 
     name: str
     tokenizer: Any
     position_support: PositionSupport
     takes_requests: bool = True
+    ranks: int = 1
 
     @abstractmethod
     def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:

@@ -40,6 +40,11 @@ class Manifest(BaseModel):
     batch_size: int = Field(ge=1)
     probes: ProbeTokens | None = None
 
+    @property
+    def ranks(self) -> int:
+        """GPUs that it is built for, each with a part of it."""
+        return self.tensor_parallel * self.pipeline_parallel
+
     @classmethod
     def read(cls, folder: str | Path) -> Manifest:
         """Read it from an engine's folder; `InputError` when it is not there or not one."""

@@ -51,6 +51,7 @@ class ExecutorTarget(EngineTarget):
             ),
         )
         self.takes_requests = self._executor.can_enqueue_requests()
+        self.ranks = self._manifest.ranks
 
     def close(self) -> None:
         """See `Target.close`. Stops the other ranks too."""

@@ -7,7 +7,6 @@ in which only some do gives a position tensor that is too short.
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +49,8 @@ class LLMTarget(EngineTarget):
             pipeline_parallel_size=manifest.pipeline_parallel,
             max_batch_size=manifest.batch_size,
             max_seq_len=manifest.kv_tokens,
+            # Else a prompt longer than one step reads, 8,192 tokens, is refused.
+            enable_chunked_prefill=True,
             kv_cache_config=KvCacheConfig(
                 enable_block_reuse=block_reuse, max_tokens=kv_cache_tokens
             ),
@@ -62,7 +63,8 @@ class LLMTarget(EngineTarget):
     def _params(self, sampling: Sampling) -> SamplingParams:
         from tensorrt_llm import SamplingParams
 
-        end_id, *other_ends = sorted(self._model.end_ids) or (None,)
+        # Without an end id `LLM` asks its tokenizer for one; it has none, and -1 is no token.
+        end_id, *other_ends = sorted(self._model.end_ids) or (-1,)
         greedy = sampling.temperature < GREEDY_BELOW
         return SamplingParams(
             end_id=end_id,
@@ -124,18 +126,26 @@ class LLMTarget(EngineTarget):
             raise TargetFailed(f"target {self.name}: {error}") from error
         try:
             while not result.finished:
+                self._await(result)
                 try:
-                    result._result_step(self._timeout)
-                except queue.Empty:
-                    raise TargetFailed(
-                        f"target {self.name}: no token within {self._timeout:g} s"
-                    ) from None
+                    result._result_step()
                 except Exception as error:
                     raise TargetFailed(f"target {self.name}: {error}") from error
-                yield self._chunk(result.outputs[0])
+                output = result.outputs[0]
+                if result.finished and output.finish_reason is None:
+                    words = getattr(result, "error", None) or "the engine gave no reason to end"
+                    raise TargetFailed(f"target {self.name}: {words}")
+                yield self._chunk(output)
         finally:
             if not result.finished:
                 result.abort()
+
+    def _await(self, result: GenerationResult) -> None:
+        """Wait for the next response: in 1.2 a step does so for ever, whatever its timeout is."""
+        coming = result.queue
+        with coming.not_empty:
+            if not coming.not_empty.wait_for(lambda: coming.queue, self._timeout):
+                raise TargetFailed(f"target {self.name}: no token within {self._timeout:g} s")
 
     def _chunk(self, output: CompletionOutput) -> Chunk:
         if output.finish_reason is not None:

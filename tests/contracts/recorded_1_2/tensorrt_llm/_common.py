@@ -1,7 +1,6 @@
 """The network that is being made.
 
-sources: examples/openai_triton/manual_plugin/plugin.py @ 5c0c175 (imports it from here)
-    tensorrt_llm/_common.py, stored version of 1.2
+sources: tensorrt_llm/_common.py @ 73c0d691ea936a348448e00b0a1fe1c428da1ab7
 """
 
 from __future__ import annotations

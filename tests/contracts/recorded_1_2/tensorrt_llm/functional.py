@@ -1,6 +1,6 @@
 """Tensors of a network.
 
-sources: tensorrt_llm/functional.py, stored version of 1.2 (875324435: PositionEmbeddingType)
+sources: tensorrt_llm/functional.py @ 0071496dc625910229bf433821453636ef3770eb
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Recordings of the API of TensorRT-LLM 1.4 that the targets use; see `tests/contracts/README.md`.
 
-sources: tensorrt_llm/llmapi/llm.py, stored version of 1.4 (the one with PreprocessedInputs)
+sources: tensorrt_llm/__init__.py @ 1f064c467a211b4168555ca06bb9b801c64eae20
 """
 
 from tensorrt_llm import executor, inputs, llmapi

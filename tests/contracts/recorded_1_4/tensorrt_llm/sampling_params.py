@@ -1,6 +1,7 @@
 """How the LLM API draws.
 
-sources: tensorrt_llm/sampling_params.py @ a98a9061d72f6fd39f5d055ebdd2c6878a100e2c
+sources: tensorrt_llm/executor/params/sampling.py @ 1f064c467a211b4168555ca06bb9b801c64eae20
+    (there the class has moved; it is imported from `tensorrt_llm` as ever)
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class SamplingParams:
     n: int = 1
     best_of: int | None = None
     use_beam_search: bool = False
+    logprobs_mode: str = "raw"
     top_k: int | None = None
     top_p: float | None = None
     top_p_min: float | None = None
@@ -37,6 +39,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    prompt_ignore_length: int | None = None
     length_penalty: float | None = None
     early_stopping: int | None = None
     no_repeat_ngram_size: int | None = None
@@ -44,6 +47,8 @@ class SamplingParams:
     beam_width_array: list[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprobs_simple_format: bool = False
+    prompt_logprobs_simple_format: bool = False
     return_context_logits: bool = False
     return_generation_logits: bool = False
     exclude_input_from_output: bool = True
@@ -52,6 +57,7 @@ class SamplingParams:
     additional_model_outputs: list[str] | None = None
     lookahead_config: Any = None
     guided_decoding: Any = None
+    thinking_token_budget: int | None = None
     ignore_eos: bool = False
     detokenize: bool = True
     add_special_tokens: bool = True

@@ -4,7 +4,7 @@ sources:
     cpp/tensorrt_llm/nanobind/executor/request.cpp @ ac456dcad7e63b0ee6387ebb2ee2ef330d142ebe
     cpp/tensorrt_llm/nanobind/executor/executor.cpp @ 1dd50d0741fa3bdae3ffd2f54e53547cbe1a043d
     cpp/tensorrt_llm/nanobind/executor/executorConfig.cpp @ c40f1157d276de8e38bbff9958a2da8e6078a1f6
-    cpp/tensorrt_llm/nanobind/executor/bindings.cpp @ 0165bd7 (ModelType)
+    cpp/tensorrt_llm/nanobind/executor/bindings.cpp @ a35c38f32e0ed726a47971fe18ea73a5e5583ca4
 """
 
 from __future__ import annotations
@@ -227,7 +227,8 @@ class Executor:
         self._engine.stop()
 
     def enqueue_request(self, request: Request) -> int:
-        stops = [*(request.stop_words or []), *([[request.end_id]] if request.end_id else [])]
+        end = [] if request.end_id is None else [[request.end_id]]
+        stops = [*(request.stop_words or []), *end]
         return self._engine.enqueue(
             engine.Job(
                 tuple(request.input_token_ids),

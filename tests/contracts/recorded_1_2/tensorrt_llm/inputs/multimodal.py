@@ -1,6 +1,6 @@
 """Data beside the tokens of a prompt.
 
-sources: tensorrt_llm/inputs/multimodal.py (class MultimodalParams), stored versions of 1.2 and 1.4
+sources: tensorrt_llm/inputs/multimodal.py @ 3277953654b9b2863dae4f1cb81856b172837db4
 """
 
 from __future__ import annotations

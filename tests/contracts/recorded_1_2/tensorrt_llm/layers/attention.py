@@ -1,7 +1,8 @@
 """The one call that every attention layer ends in.
 
-sources: tensorrt_llm/layers/attention.py, stored version of 1.2 (65982961227)
-    There all arguments are given by name; `num_heads` and `num_kv_heads` are those of the rank.
+sources: tensorrt_llm/functional.py @ 0071496dc625910229bf433821453636ef3770eb
+    (gpt_attention, which the attention layer calls with all arguments by name; `num_heads` and
+    `num_kv_heads` are those of the rank)
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ from tests.contracts.llm_jobs import job
 
 
 class GenerationExecutor:
-    def __init__(self, runs: engine.Engine) -> None:
-        self._engine = runs
+    @engine.stand_in
+    def __init__(self, runs: engine.Engine, args: TorchLlmArgs) -> None:
+        self._engine, self._args = runs, args
 
     def generate_async(
         self,
@@ -38,6 +39,8 @@ class GenerationExecutor:
         cache_salt_id: int | None = None,
         arrival_time: float | None = None,
     ) -> GenerationResult:
+        if self._args.refuses(len(prompt_token_ids)):
+            raise RuntimeError("total_num_tokens should be less than or equal to max_num_tokens")
         asked = job(prompt_token_ids, sampling_params, multimodal_params, cache_salt_id)
         return GenerationResult(self._engine, self._engine.enqueue(asked))
 
@@ -56,9 +59,10 @@ class LLM:
         tokenizer_revision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        cache = TorchLlmArgs(**kwargs).kv_cache_config
+        self.args = TorchLlmArgs(**kwargs)
+        cache = self.args.kv_cache_config
         runs = engine.started(cache.enable_block_reuse, cache.max_tokens)
-        self._executor = GenerationExecutor(runs)
+        self._executor = GenerationExecutor(runs, self.args)
         self._runs = runs
 
     def generate_async(

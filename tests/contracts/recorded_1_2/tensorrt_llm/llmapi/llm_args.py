@@ -1,11 +1,14 @@
 """Settings of the LLM API.
 
-sources: tensorrt_llm/llmapi/llm_args.py (KvCacheConfig, TorchLlmArgs), stored version of 1.2
+sources: tensorrt_llm/llmapi/llm_args.py @ fcd3f31682808ae56118ae43c1d7864a3a945e6f
+    (sizes that are None there are those of BuildConfig)
 """
 
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
+
+from tests.contracts import engine
 
 
 class KvCacheConfig(BaseModel):
@@ -28,7 +31,13 @@ class TorchLlmArgs(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     pipeline_parallel_size: int = 1
-    max_batch_size: int | None = None
-    max_num_tokens: int | None = None
+    enable_chunked_prefill: bool = False
+    max_batch_size: int = 2048
+    max_num_tokens: int = 8192
     max_seq_len: int | None = None
     kv_cache_config: KvCacheConfig = KvCacheConfig()
+
+    @engine.stand_in
+    def refuses(self, prompt_tokens: int) -> bool:
+        """Whether a prompt would have to be read in one step, and is too long for that."""
+        return not self.enable_chunked_prefill and prompt_tokens > self.max_num_tokens

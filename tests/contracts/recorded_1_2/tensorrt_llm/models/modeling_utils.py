@@ -1,6 +1,6 @@
 """What every decoder of the TensorRT backend is.
 
-sources: tensorrt_llm/models/modeling_utils.py, stored version of 1.2
+sources: tensorrt_llm/models/modeling_utils.py @ 01ea6d79d454bb3ab10c7510a6f706ba039090c2
     (DecoderModelForCausalLM.forward: input_ids, position_ids, then the rest by name)
 """
 

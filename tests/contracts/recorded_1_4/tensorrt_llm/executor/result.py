@@ -1,15 +1,14 @@
 """What the LLM API gives back.
 
-sources:
-    tensorrt_llm/executor/result.py @ 005bc848893f575ec14b45d6b13139360d67c790
-    tensorrt_llm/executor/result.py, stored version 2426014580 (CompletionOutput's
-    request_perf_metrics, a `RequestPerfMetrics` of the bindings)
+sources: tensorrt_llm/executor/result.py @ 1f064c467a211b4168555ca06bb9b801c64eae20
+    (a step that has waited for its timeout raises `queue.Empty`; a request that failed is finished)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
-from queue import Empty
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -19,10 +18,12 @@ FinishReason = Literal["stop", "length", "timeout", "cancelled"]
 
 
 class CompletionOutput:
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
-        self.request_perf_metrics: Any = None
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    request_perf_metrics: Any
+
+    def __init__(self, index: int) -> None:
+        self.token_ids, self.finish_reason, self.request_perf_metrics = [], None, None
         self._last_token_ids_len = 0
 
     @property
@@ -31,9 +32,21 @@ class CompletionOutput:
 
 
 class GenerationResult:
+    @engine.stand_in
     def __init__(self, runs: engine.Engine, identity: int) -> None:
         self._engine, self._id, self._done = runs, identity, False
-        self.outputs = [CompletionOutput()]
+        self.queue: Queue[engine.Event] = runs.events(identity)
+        self._outputs = [CompletionOutput(0)]
+        self._background_error_handler: Callable[[str], None] | None = _raise
+        self._error_msg: str | None = None
+
+    @property
+    def error(self) -> str | None:
+        return self._error_msg
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        return self._outputs
 
     def abort(self) -> None:
         self._engine.cancel(self._id)
@@ -43,25 +56,30 @@ class GenerationResult:
         return self._done
 
     def _result_step(self, timeout: float | None = None) -> None:
-        events = self._engine.wait(self._id, timeout)
-        if not events:
-            raise Empty
+        self._handle_response(self.queue.get(timeout=timeout))
+
+    def _handle_response(self, response: engine.Event) -> None:
         output = self.outputs[0]
         output._last_token_ids_len = len(output.token_ids)
-        for event in events:
-            if event.error:
-                self._done = True
-                raise RuntimeError(event.error)
-            output.token_ids.extend(event.tokens)
-            if event.finish is not None:
-                self._done = True
-                output.finish_reason = _REASONS[event.finish]
-                timing = SimpleNamespace(
-                    arrival_time=timedelta(0), first_token_time=timedelta(seconds=event.number)
-                )
-                output.request_perf_metrics = SimpleNamespace(timing_metrics=timing)
-                if event.finish == "stop_words":  # what stopped it is not shown
-                    del output.token_ids[-len(event.tokens) :]
+        if response.error:
+            self._error_msg, self._done = response.error, True
+            if self._background_error_handler is not None:
+                self._background_error_handler(response.error)
+            return
+        output.token_ids.extend(response.tokens)
+        if response.finish is not None:
+            self._done = True
+            output.finish_reason = _REASONS[response.finish]
+            timing = SimpleNamespace(
+                arrival_time=timedelta(0), first_token_time=timedelta(seconds=response.number)
+            )
+            output.request_perf_metrics = SimpleNamespace(timing_metrics=timing)
+            if response.finish == "stop_words":  # what stopped it is not shown
+                del output.token_ids[-len(response.tokens) :]
+
+
+def _raise(words: str) -> None:
+    raise RuntimeError(words)
 
 
 _REASONS: dict[str, FinishReason] = {

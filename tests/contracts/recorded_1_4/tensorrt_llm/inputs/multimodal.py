@@ -1,6 +1,6 @@
 """Data beside the tokens of a prompt.
 
-sources: tensorrt_llm/inputs/multimodal.py (class MultimodalParams), stored versions of 1.2 and 1.4
+sources: tensorrt_llm/inputs/multimodal.py @ 01138754b3f4b047dfacd714ff121cc7f4df6d67
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ class MultimodalParams:
     multimodal_input: Any = None
     multimodal_data: dict[str, Any] | None = field(default_factory=dict)
     multimodal_runtime: Any = None
+    input_ids_start_offset: int = 0
+    mm_item_order: list[dict[str, Any]] | None = None
+    encoder_event: Any = None
 
     def to_handle(self, element: str) -> None:
         if element != "multimodal_data":

@@ -1,9 +1,8 @@
 """The LLM API.
 
 sources:
-    tensorrt_llm/llmapi/llm.py, stored version of 1.4 (file version 55216765702)
-    tensorrt_llm/llmapi/llm_args.py (class KvCacheConfig), stored version of 1.2
-    tensorrt_llm/sampling_params.py @ a98a9061d72f6fd39f5d055ebdd2c6878a100e2c
+    tensorrt_llm/llmapi/__init__.py @ 1f064c467a211b4168555ca06bb9b801c64eae20
+    tensorrt_llm/llmapi/llm.py @ 10066832d2dd98366524589f7494535458a945b3
 """
 
 from tensorrt_llm.llmapi import llm

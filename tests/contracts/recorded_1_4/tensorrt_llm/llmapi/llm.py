@@ -1,6 +1,6 @@
 """`LLM` of 1.4: preprocessed inputs come through the front door.
 
-sources: tensorrt_llm/llmapi/llm.py, stored version of 1.4 (file version 55216765702)
+sources: tensorrt_llm/llmapi/llm.py @ 10066832d2dd98366524589f7494535458a945b3
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from tests.contracts.llm_jobs import job
 @dataclass
 class PreprocessedInputs:
     prompt_token_ids: list[int]
-    query_token_ids: list[int] | None = None
     multimodal_params: MultimodalParams | None = None
     encoder_input_token_ids: list[int] | None = None
 
@@ -40,7 +39,9 @@ class LLM:
         tokenizer_revision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        cache = TorchLlmArgs(**kwargs).kv_cache_config
+        self.args = TorchLlmArgs(**kwargs)
+        self.tokenizer = None if skip_tokenizer_init else tokenizer
+        cache = self.args.kv_cache_config
         self._runs = engine.started(cache.enable_block_reuse, cache.max_tokens)
 
     def generate_async(
@@ -60,6 +61,10 @@ class LLM:
         priority: float = 0.5,
     ) -> GenerationResult:
         assert sampling_params is not None
+        if sampling_params.end_id is None and self.tokenizer is None:
+            raise ValueError("tokenizer is required to reset end_id if it is None")
+        if self.args.refuses(len(inputs.prompt_token_ids)):
+            raise RuntimeError("The prompt length should not exceed max_num_tokens")
         asked = job(inputs.prompt_token_ids, sampling_params, inputs.multimodal_params, cache_salt)
         return GenerationResult(self._runs, self._runs.enqueue(asked))
 
