@@ -16,7 +16,7 @@ from typing import Any
 import onnx
 
 from engine_build.commands import BuildFailed
-from trtllm_specprefill.draft.tensorrt import EngineRuntime
+from trtllm_specprefill.draft.bindings import EngineRuntime
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.fetch import Progress
 

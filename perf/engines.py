@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from engine_build.draft import DraftBuild, build_draft
+from engine_build.choices import DraftBuild
+from engine_build.draft import build_draft
 from trtllm_specprefill import cli
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.evaluation.report import command, machine

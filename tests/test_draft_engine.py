@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
+from engine_build.module_engine import ModuleEngine
 from engine_build.scoring_model import Scoring, ScoringModel
 from tests.engine_build import drafts
-from tests.engine_build.drafts import ModuleEngine, described, fresh_ids, manifest_of, small
+from tests.engine_build.drafts import described, fresh_ids, manifest_of, small
 from tests.test_judges import random_model
 from trtllm_specprefill import SpecPrefill, cli
 from trtllm_specprefill.draft.graph import GraphDraft

@@ -20,18 +20,21 @@ import pytest
 import torch
 from filelock import FileLock
 
+from engine_build import choices
 from engine_build import draft as build_module
 from engine_build import stages as stages_module
 from engine_build.__main__ import app
+from engine_build.choices import DraftBuild
 from engine_build.commands import BuildFailed
-from engine_build.draft import DraftBuild, build_draft
+from engine_build.draft import build_draft
 from tests.contracts.tensorrt_draft import HostMemory, install
 from tests.plugins.layers import ROOT
 from tests.test_judges import random_model
+from trtllm_specprefill.draft.bindings import load_bindings
 from trtllm_specprefill.draft.graph import GraphDraft
 from trtllm_specprefill.draft.load import load_draft
 from trtllm_specprefill.draft.manifest import GRAPH, MANIFEST, DraftManifest
-from trtllm_specprefill.draft.tensorrt import ENGINE, TensorRTEngine, load_bindings
+from trtllm_specprefill.draft.tensorrt import ENGINE, TensorRTEngine
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.models import Model, engine_model, load_model
@@ -136,7 +139,7 @@ def test_layers_and_heads_are_the_librarys_own_unless_told(smollm2: Model, tmp_p
 
     def baked(**options: Any) -> Any:
         build = DraftBuild("smollm2-135m", tmp_path, **options)
-        return build_module._Work(build, lambda line: None).scoring
+        return choices.Choices(build, lambda line: None).scoring
 
     found = baked()
     assert found.layers == draft.depth(Settings())
@@ -361,7 +364,7 @@ def test_options_that_cannot_be_are_refused_before_anything_is_built(
 def test_tensorrt_builds_for_the_gpu_that_is_here_and_no_other(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_module, "_this_gpu", lambda: 90)
+    monkeypatch.setattr(choices, "_this_gpu", lambda: 90)
     build = DraftBuild(model, tmp_path / "engine", runtime="tensorrt", sm=(89,))
     with pytest.raises(InputError, match=r"sm: \(89,\).*90, this GPU's"):
         quietly(build)
@@ -371,7 +374,7 @@ def test_tensorrt_builds_for_the_gpu_that_is_here_and_no_other(
 def test_a_heads_file_that_is_none_says_what_one_is(content: str, tmp_path: Path) -> None:
     (tmp_path / "heads.json").write_text(content, encoding="utf-8")
     with pytest.raises(InputError, match=r"such as \[\[0, 3\], \[\], \[5\]\]"):
-        build_module.read_heads(tmp_path / "heads.json")
+        choices.read_heads(tmp_path / "heads.json")
 
 
 # --- TensorRT for RTX, its real parser and builder

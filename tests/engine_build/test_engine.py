@@ -14,7 +14,7 @@ from engine_build.scoring_model import Scoring
 from plugins.importance import onnx_nodes
 from tests.contracts import onnx_engine
 from tests.contracts.tensorrt_draft import PREFILL, graph_of, install
-from trtllm_specprefill.draft.tensorrt import load_bindings
+from trtllm_specprefill.draft.bindings import load_bindings
 from trtllm_specprefill.errors import InputError
 
 WINDOW = Scoring("window", 2, queries=24)
