@@ -29,12 +29,18 @@ def engines(
     max_batch: Annotated[int, typer.Option(help="Most sequences at a time.")] = 4,
     sm: Annotated[list[int] | None, typer.Option(help="Capability; repeatable.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the report, anew after every build.")
+        Path | None,
+        typer.Option(help="The report, written after every build; what else it holds is kept."),
     ] = None,
 ) -> None:
     """Build each in an empty folder."""
-    report: dict[str, Any] = {"command": command(), "machine": machine(), "model": model}
-    report |= {"max_tokens": max_tokens, "max_batch": max_batch, "builds": []}
+    report: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "max_batch": max_batch}
+    kept: dict[str, Any] = {}
+    if out is not None and out.is_file():
+        before = json.loads(out.read_text("utf-8"))
+        if any(before.get(name) != value for name, value in report.items()):
+            raise InputError("out", str(out), f"a report of {report}, or none")
+        kept = before["builds"]
     for spec in builds:
         mode, layers, precision = _parsed(spec)
         with tempfile.TemporaryDirectory() as folder:
@@ -50,17 +56,17 @@ def engines(
                 sm=tuple(sm or ()),
             )
             built = build_draft(build, lambda line: None)
-        row = {
-            "mode": mode,
-            "layers": layers,
-            "precision": precision,
+        kept[spec] = {
+            "command": command(),
+            "machine": machine(),
             "sm": built.manifest.sm,
+            "scoring_heads": built.manifest.heads,
             "versions": built.manifest.versions,
             "seconds": built.seconds,
             "megabytes": {name: round(size / 1e6, 1) for name, size in built.bytes.items()},
         }
-        report["builds"].append(row)
-        _screen.print(f"{spec}: {row['seconds']}, {row['megabytes']}")
+        report["builds"] = kept
+        _screen.print(f"{spec}: {kept[spec]['seconds']}, {kept[spec]['megabytes']}")
         if out is not None:
             out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 

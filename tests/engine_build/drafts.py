@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import resource
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +111,17 @@ def manifest_of(
         files=files,
         probe=figures_of(module, ids, "fp32"),
     )
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Within it this process can write no file longer than `size` bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def described(model: Model) -> EngineModel:

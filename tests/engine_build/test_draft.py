@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import resource
 import shutil
 import signal
 import subprocess
@@ -28,8 +27,10 @@ from engine_build.choices import DraftBuild
 from engine_build.commands import BuildFailed
 from engine_build.draft import build_draft
 from tests.contracts.tensorrt_draft import HostMemory, install
+from tests.engine_build.drafts import files_of_at_most
 from tests.plugins.layers import ROOT
 from tests.test_judges import random_model
+from trtllm_specprefill import SpecPrefill
 from trtllm_specprefill.draft.bindings import load_bindings
 from trtllm_specprefill.draft.graph import GraphDraft
 from trtllm_specprefill.draft.load import load_draft
@@ -38,7 +39,9 @@ from trtllm_specprefill.draft.tensorrt import ENGINE, TensorRTEngine
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.models import Model, engine_model, load_model
+from trtllm_specprefill.plan import Reason
 from trtllm_specprefill.settings import Settings
+from trtllm_specprefill.target.torch import TorchTarget
 
 CALIBRATION = "The clerk writes every ship that calls into the register, twice, in ink. " * 60
 
@@ -83,6 +86,23 @@ def quietly(build: DraftBuild) -> dict[str, bool]:
 
 def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def assert_torch_takes_its_place(unfinished: DraftBuild) -> None:
+    """What a build left that did not finish serves nobody, and prompts are pruned all the same."""
+    draft = load_draft(
+        "onnx",
+        unfinished.model,
+        path=str(unfinished.out),
+        fallback="torch",
+        device="cpu",
+        dtype="float32",
+    )
+    target = TorchTarget(load_model(unfinished.model, "float32", "cpu"))
+    asked = {"threshold": 0, "min_keep_tokens": 0, "keep": 0.4, "max_tokens": 1}
+    plan = SpecPrefill(draft, target).generate(CALIBRATION[:600], **asked).plan
+    assert plan.reason is Reason.PRUNED
+    assert f"made by `python -m engine_build draft`, with {MANIFEST}" in plan.detail
 
 
 # --- what is built
@@ -280,6 +300,7 @@ def test_a_killed_process_leaves_finished_stages_and_nothing_that_looks_finished
             break
     process.wait()
     assert not {MANIFEST, GRAPH} & files(out)
+    assert_torch_takes_its_place(DraftBuild(model, out))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "calibration: as it was built before" in done.stderr
     assert files(out) == {GRAPH, MANIFEST, "build.json", "calibration.json", "probe.json"}
@@ -292,14 +313,11 @@ def test_a_disk_that_is_full_is_named_and_nothing_is_left(
     whole: DraftBuild, tmp_path: Path
 ) -> None:
     build = replace(whole, out=tmp_path / "engine")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # the graph is larger
-    try:
-        with pytest.raises(BuildFailed, match=r"graph: cannot be written to .*engine: File too"):
-            quietly(build)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = r"graph: cannot be written to .*engine: File too"
+    with files_of_at_most(20_000), pytest.raises(BuildFailed, match=said):  # the graph is larger
+        quietly(build)
     assert not build.out.exists()
+    assert_torch_takes_its_place(build)
 
 
 def test_a_disk_that_fills_up_later_keeps_the_finished_stages(
@@ -314,6 +332,7 @@ def test_a_disk_that_fills_up_later_keeps_the_finished_stages(
         with pytest.raises(BuildFailed, match=r"engine\.json: cannot be .*No space left"):
             quietly(build)
     assert files(copied.out) == {GRAPH, "build.json", "probe.json"}
+    assert_torch_takes_its_place(build)
     assert quietly(build) == {"graph": False, "probe": False}
 
 
