@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from tests.engine_build.drafts import files_of_at_most
 from tests.plugins.layers import ROOT
 from tests.test_judges import random_model
 from trtllm_specprefill import SpecPrefill
-from trtllm_specprefill.draft.bindings import load_bindings
 from trtllm_specprefill.draft.graph import GraphDraft
 from trtllm_specprefill.draft.load import load_draft
 from trtllm_specprefill.draft.manifest import GRAPH, MANIFEST, DraftManifest
@@ -394,84 +392,3 @@ def test_a_heads_file_that_is_none_says_what_one_is(content: str, tmp_path: Path
     (tmp_path / "heads.json").write_text(content, encoding="utf-8")
     with pytest.raises(InputError, match=r"such as \[\[0, 3\], \[\], \[5\]\]"):
         choices.read_heads(tmp_path / "heads.json")
-
-
-# --- TensorRT for RTX, its real parser and builder
-
-
-def loaded(engine: bytes) -> tuple[Any, list[str]]:
-    """What the real runtime makes of an engine without a GPU, and its words."""
-    trt = load_bindings("tensorrt-rtx")
-    words: list[str] = []
-
-    class Logger(trt.ILogger):
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-
-        def log(self, severity: Any, msg: str) -> None:
-            words.append(msg)
-
-    return trt.Runtime(Logger()).deserialize_cuda_engine(engine), words
-
-
-def check_engine(folder: Path) -> None:
-    """It loads, or the driver of a GPU is all that is missing; half of it does not even parse."""
-    engine = (folder / ENGINE).read_bytes()
-    found, words = loaded(engine)
-    assert found is not None or any("cudaError" in line for line in words), words
-    assert not [line for line in words if "Serialization" in line]
-    found, words = loaded(engine[: len(engine) // 2])
-    assert found is None
-    assert [line for line in words if "Serialization" in line]
-
-
-@pytest.mark.model
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_tensorrt_for_rtx_builds_two_layers_of_smollm2(
-    precision: Any, text: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("tensorrt_rtx_bindings")
-    build = DraftBuild(
-        "smollm2-135m",
-        tmp_path / "engine",
-        runtime="tensorrt-rtx",
-        precision=precision,
-        layers=2,
-        max_tokens=8192,
-        calibration=text,
-        sm=(89,),
-    )
-    manifest = build_draft(build, lambda line: None).manifest
-    assert manifest.sm == (89,)
-    assert manifest.versions["tensorrt-rtx"]
-    check_engine(build.out)
-    embedding = 49152 * 576 * 2  # bf16 either way
-    layers = (build.out / ENGINE).stat().st_size - embedding
-    expected = {"bf16": 2 * 5.9e6, "fp8": 5.9e6}[precision]  # of what of two layers is run
-    assert 0.7 * expected < layers < 1.6 * expected
-
-
-@pytest.mark.model
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-@pytest.mark.parametrize("mode", ["window", "lookahead"])
-def test_tensorrt_for_rtx_builds_the_whole_of_smollm2(
-    mode: Any, precision: Any, text: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("tensorrt_rtx_bindings")
-    build = DraftBuild(
-        "smollm2-135m",
-        tmp_path / "engine",
-        runtime="tensorrt-rtx",
-        precision=precision,
-        mode=mode,
-        layers=30,
-        max_tokens=8192,
-        max_batch=4,
-        calibration=text,
-        sm=(89, 120),
-    )
-    begin = time.monotonic()
-    build_draft(build, lambda line: None)
-    print(f"{mode}, {precision}: {time.monotonic() - begin:.0f} s")
-    check_engine(build.out)
