@@ -254,7 +254,7 @@ def _simplify(model: Any) -> None:
     fold_constants(model)
     Sequential(
         passes.RemoveUnusedNodesPass(),
-        passes.RemoveUnusedFunctionsPass(),
+        passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
         passes.RemoveUnusedOpsetsPass(),
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         passes.DeduplicateInitializersPass(),
