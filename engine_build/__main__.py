@@ -153,7 +153,8 @@ def draft(
 
     The same command goes on where an interrupted one ended, and rebuilds only what changed.
     """
-    from engine_build.draft import DraftBuild, build_draft
+    from engine_build.choices import DraftBuild
+    from engine_build.draft import build_draft
 
     build = DraftBuild(
         model=model,

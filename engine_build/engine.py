@@ -16,7 +16,7 @@ from typing import Any
 import onnx
 
 from engine_build.commands import BuildFailed
-from trtllm_specprefill.draft.tensorrt import EngineRuntime
+from trtllm_specprefill.draft.bindings import EngineRuntime
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.fetch import Progress
 
@@ -78,10 +78,18 @@ def build_engine(
     if made is None:
         raise BuildFailed(f"{runtime} built nothing from {graph.name}: {log.told()}")
     if cache is not None and timing_cache is not None:
-        part = timing_cache.with_name(timing_cache.name + ".part")
-        part.write_bytes(cache.serialize())
-        part.replace(timing_cache)
+        _write_whole(timing_cache, cache.serialize())
     return made
+
+
+def _write_whole(path: Path, content: Any) -> None:
+    """Replace a file, or where the disk is full leave what was there and nothing else."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _refuse_plugins(graph: Path) -> None:

@@ -69,11 +69,13 @@ def export_module(module: ScoringModel, axes: Axes | None = None) -> torch.onnx.
                 output_names=names_out,
                 dynamic_shapes={"inputs": shapes},
                 custom_translation_table=translations(),
+                optimize=False,
                 verbose=False,
             )
     except torch.onnx.errors.OnnxExporterError as error:
         raise ExportFailed(f"torch cannot export the draft: {error}") from error
     assert program is not None
+    _simplify(program.model)
     _add_function(program, importance_function(module.scoring.pool, not module.looks_ahead))
     return program
 
@@ -232,6 +234,34 @@ def _example(
         (ids, places, lengths, lengths.clone(), nothing, *past),
         (per_token, per_token, per_row, per_row, per_row, *[per_slot] * len(past)),
     )
+
+
+def _simplify(model: Any) -> None:
+    """Inline, fold constants, make each RMS norm one node; `model` is an `onnx_ir.Model`.
+
+    What torch's own `optimize` adds are a handful of merged shapes, in time that grows with the
+    square of the nodes: of 30 layers the export takes half as long without it.
+    """
+    import onnx_ir.passes.common as passes
+    from onnx_ir.passes import Sequential
+    from onnxscript.optimizer import fold_constants
+    from onnxscript.rewriter import onnx_fusions
+
+    passes.InlinePass()(model)
+    passes.RemoveUnusedNodesPass()(model)
+    fold_constants(model)
+    onnx_fusions.fuse(model)
+    fold_constants(model)
+    Sequential(
+        passes.RemoveUnusedNodesPass(),
+        passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
+        passes.RemoveUnusedOpsetsPass(),
+        passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        passes.DeduplicateInitializersPass(),
+        passes.CommonSubexpressionEliminationPass(),
+        passes.OutputFixPass(),
+        passes.NameFixPass(),
+    )(model)
 
 
 def _add_function(program: torch.onnx.ONNXProgram, function: onnx.FunctionProto) -> None:

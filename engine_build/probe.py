@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
+from engine_build.module_engine import ModuleEngine
 from engine_build.scoring_model import Scoring, ScoringModel
-from trtllm_specprefill.draft.engine import Engine, Ids, Lengths, Pass, Scores, look_ahead, read
+from trtllm_specprefill.draft.engine import Ids, look_ahead, read
 from trtllm_specprefill.draft.manifest import Precision, Probe
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.models import Model
@@ -27,59 +27,22 @@ Answer:"""
 TOLERANCE: dict[Precision, float] = {"fp32": 1e-3, "bf16": 0.1, "fp8": 0.25}
 
 
-class ModuleEngine(Engine):
-    """The module that is exported, run by torch."""
-
-    def __init__(self, module: ScoringModel) -> None:
-        self._module = module.eval()
-        self.batch, self.piece = 1, 1 << 20
-
-    def read(self, input_ids: Ids, position_ids: Ids, lengths: Lengths, voters: Lengths) -> Scores:
-        """See `Engine.read`."""
-        with torch.inference_mode():
-            (scores,) = self._module(*_tensors(input_ids, position_ids, lengths, voters))
-        found: Scores = scores.numpy()
-        return found
-
-    def begin(self, batch: int, capacity: int) -> Pass:
-        """See `Engine.begin`."""
-        return _ModulePass(self._module, batch, capacity)
-
-
-class _ModulePass(Pass):
-    def __init__(self, module: ScoringModel, batch: int, capacity: int) -> None:
-        size = (batch, module.kv_heads, capacity, module.head_dim)
-        empty = torch.zeros(size, dtype=module.dtype)
-        self._module, self._cache = module, (empty,) * (2 * module.scoring.layers)
-
-    def step(
-        self,
-        input_ids: Ids,
-        position_ids: Ids,
-        lengths: Lengths,
-        prompt_lengths: Lengths,
-        past_lengths: Lengths,
-    ) -> tuple[Scores, Ids]:
-        given = _tensors(input_ids, position_ids, lengths, prompt_lengths, past_lengths)
-        with torch.inference_mode():
-            scores, tokens, *cache = self._module(*given, *self._cache)
-        self._cache = tuple(cache)
-        return scores.numpy(), tokens.numpy()
-
-
-def _tensors(*arrays: Ids | Lengths) -> list[torch.Tensor]:
-    return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-
-
 def probe_of(model: Model, scoring: Scoring, precision: Precision, max_tokens: int) -> Probe:
     """What torch in float32 makes of the probe prompt, cut so that it fits `max_tokens`.
 
     Raises `InputError` where no layer attends to so much at once.
     """
-    module = ScoringModel(model, scoring)
-    engine = ModuleEngine(module)
-    room = max_tokens - (scoring.queries - 1 if module.looks_ahead else 0)
+    room = max_tokens - (scoring.queries - 1 if scoring.mode == "lookahead" else 0)
     ids = np.array(model.tokenizer(TEXT)["input_ids"][-room:], dtype=np.int64)
+    return figures_of(ScoringModel(model, scoring), ids, precision)
+
+
+def figures_of(module: ScoringModel, ids: Ids, precision: Precision) -> Probe:
+    """What torch makes of a prompt, int64 `[N]`; look-ahead decodes as far as the module goes.
+
+    Raises `InputError` where no layer attends to so much at once.
+    """
+    engine, scoring = ModuleEngine(module), module.scoring
     tokens: tuple[int, ...] = ()
     if scoring.mode == "window":
         (scores,) = read(engine, [ids], [min(scoring.queries, ids.size)])

@@ -1,16 +1,21 @@
-"""How long a draft's engine takes to build, by stage, and how large it is."""
+"""How long a draft's engine takes to build, by stage, and how large it is.
+
+Seconds are what a clock shows; those of the processor do not depend on what else it does.
+"""
 
 from __future__ import annotations
 
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from engine_build.draft import DraftBuild, build_draft
+from engine_build.choices import DraftBuild
+from engine_build.draft import build_draft
 from trtllm_specprefill import cli
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.evaluation.report import command, machine
@@ -28,12 +33,18 @@ def engines(
     max_batch: Annotated[int, typer.Option(help="Most sequences at a time.")] = 4,
     sm: Annotated[list[int] | None, typer.Option(help="Capability; repeatable.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the report, anew after every build.")
+        Path | None,
+        typer.Option(help="The report, written after every build; what else it holds is kept."),
     ] = None,
 ) -> None:
     """Build each in an empty folder."""
-    report: dict[str, Any] = {"command": command(), "machine": machine(), "model": model}
-    report |= {"max_tokens": max_tokens, "max_batch": max_batch, "builds": []}
+    report: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "max_batch": max_batch}
+    kept: dict[str, Any] = {}
+    if out is not None and out.is_file():
+        earlier = json.loads(out.read_text("utf-8"))
+        if any(earlier.get(name) != value for name, value in report.items()):
+            raise InputError("out", str(out), f"a report of {report}, or none")
+        kept = earlier["builds"]
     for spec in builds:
         mode, layers, precision = _parsed(spec)
         with tempfile.TemporaryDirectory() as folder:
@@ -48,18 +59,20 @@ def engines(
                 max_batch=max_batch,
                 sm=tuple(sm or ()),
             )
+            before = time.process_time()
             built = build_draft(build, lambda line: None)
-        row = {
-            "mode": mode,
-            "layers": layers,
-            "precision": precision,
+        kept[spec] = {
+            "command": command(),
+            "machine": machine(),
             "sm": built.manifest.sm,
+            "scoring_heads": built.manifest.heads,
             "versions": built.manifest.versions,
             "seconds": built.seconds,
+            "processor_seconds": round(time.process_time() - before, 1),
             "megabytes": {name: round(size / 1e6, 1) for name, size in built.bytes.items()},
         }
-        report["builds"].append(row)
-        _screen.print(f"{spec}: {row['seconds']}, {row['megabytes']}")
+        report["builds"] = kept
+        _screen.print(f"{spec}: {kept[spec]['seconds']}, {kept[spec]['megabytes']}")
         if out is not None:
             out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 

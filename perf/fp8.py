@@ -7,6 +7,7 @@ layer is the build's own, on its calibration text.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,7 +46,8 @@ def fp8(
     keep: Annotated[list[float], typer.Option(help="Keep rates; repeatable.")] = [0.05, 0.1],  # noqa: B006
     seed: Annotated[int, typer.Option(help="Of passages and facts.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the report, anew after every prompt.")
+        Path | None,
+        typer.Option(help="The report, written after every prompt; the same command goes on."),
     ] = None,
 ) -> None:
     """Score every prompt with both graphs and compare."""
@@ -61,9 +63,10 @@ def fp8(
         "draft": {"model": manifest.model, "mode": manifest.mode, "layers": manifest.layers},
         "layer_errors": layer_errors(rounded),
     }
-    rows: list[dict[str, Any]] = []
+    rows = _scored(out, report)
     tokenizer = drafts["fp32"].tokenizer
-    for facts, shape, case in planted(tokenizer, haystack(), lengths, needles, form, seed):
+    asked = planted(tokenizer, haystack(), lengths, needles, form, seed)
+    for facts, shape, case in itertools.islice(asked, len(rows), None):
         source, question = told(case, shape)
         prompts = {
             rate: prepare(
@@ -96,10 +99,20 @@ def fp8(
         }
         rows.append(row)
         _screen.print(str(row))
-        report |= {"summary": summary(rows), "prompts": rows}
+        report["prompts"] = rows
         if out is not None:
-            out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    print(json.dumps(report["summary"], indent=1))
+            whole = report | {"summary": summary(rows)}
+            out.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+    print(json.dumps(summary(rows), indent=1))
+
+
+def _scored(out: Path | None, report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Prompts that the same command has scored before, on the same engines."""
+    if out is None or not out.is_file():
+        return []
+    before = json.loads(out.read_text("utf-8"))
+    same = all(before.get(name) == report[name] for name in ("command", "draft", "layer_errors"))
+    return before["prompts"] if same else []
 
 
 def overlap(exact: NDArray[np.float32], rounded: NDArray[np.float32]) -> float:

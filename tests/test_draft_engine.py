@@ -20,9 +20,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
+from engine_build.module_engine import ModuleEngine
 from engine_build.scoring_model import Scoring, ScoringModel
+from tests.contracts.tensorrt_draft import install
 from tests.engine_build import drafts
-from tests.engine_build.drafts import ModuleEngine, described, fresh_ids, manifest_of, small
+from tests.engine_build.drafts import described, fresh_ids, manifest_of, small
 from tests.test_judges import random_model
 from trtllm_specprefill import SpecPrefill, cli
 from trtllm_specprefill.draft.graph import GraphDraft
@@ -348,48 +350,85 @@ def test_the_pipeline_reads_in_full_what_the_engine_cannot_score_and_says_why(
             pipeline.generate(prose[:3000], strict=True, **asked)
 
 
-@pytest.mark.parametrize("breaking", ["graph", "manifest", "probe"])
+def changed_manifest(folder: Path, **fields: Any) -> None:
+    path = folder / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def wrong_figures(folder: Path) -> None:
+    probe = json.loads((folder / MANIFEST).read_text())["probe"]
+    probe["importance"][3] += 1
+    changed_manifest(folder, probe=probe)
+
+
+def cut_graph(folder: Path) -> None:
+    (folder / GRAPH).write_bytes((folder / GRAPH).read_bytes()[:1000])
+
+
+# What is wrong with an engine, and the word by which it is named.
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "graph": (cut_graph, f"files.{GRAPH}"),
+    "no manifest, as a killed build leaves it": (lambda f: (f / MANIFEST).unlink(), MANIFEST),
+    "probe": (wrong_figures, "probe.importance"),
+    "other tokenizer": (lambda f: changed_manifest(f, tokenizer_hash="0" * 16), "tokenizer_hash"),
+    "other weights": (lambda f: changed_manifest(f, model_hash="0" * 16), "model_hash"),
+    "other TensorRT": (
+        lambda f: changed_manifest(f, runtime="tensorrt", versions={"tensorrt": "10.13.3"}),
+        "versions.tensorrt",
+    ),
+}
+
+
+@pytest.mark.parametrize("breaking", BROKEN)
 def test_in_the_place_of_a_broken_engine_stands_what_was_chosen_and_says_so(
     breaking: str,
     text_model: Model,
     text_folder: tuple[Path, Path],
     prose: str,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    install(monkeypatch)
     own, engine = text_folder
     broken = tmp_path / "engine"
     shutil.copytree(engine, broken)
-    if breaking == "graph":
-        (broken / GRAPH).write_bytes((engine / GRAPH).read_bytes()[:1000])
-    elif breaking == "manifest":
-        (broken / MANIFEST).unlink()
-    else:
-        manifest = json.loads((broken / MANIFEST).read_text())
-        manifest["probe"]["importance"][3] += 1
-        (broken / MANIFEST).write_text(json.dumps(manifest))
+    change, word = BROKEN[breaking]
+    change(broken)
     where = {"path": str(broken), "device": "cpu", "dtype": "float32"}
-    word = {"graph": f"files.{GRAPH}", "manifest": MANIFEST, "probe": "probe.importance"}
+    kind = "tensorrt" if word == "versions.tensorrt" else "onnx"
     told: list[str] = []
 
     def loaded(fallback: str) -> Any:
-        return load_draft("onnx", str(own), fallback=fallback, progress=told.append, **where)
+        return load_draft(kind, str(own), fallback=fallback, progress=told.append, **where)
 
-    with pytest.raises(InputError, match=word[breaking]):
+    with pytest.raises(InputError, match=word):
         loaded("none")
     assert not told
     ids = text_model.tokenizer(prose[:2000])["input_ids"]
     torch_in_its_place = loaded("torch").score(np.array(ids, np.int32), ASKED)
     expected = TorchDraft(text_model).score(np.array(ids, np.int32), ASKED)
     np.testing.assert_allclose(torch_in_its_place.scores, expected.scores, rtol=1e-5)
-    assert word[breaking] in told[-1]
+    assert word in told[-1]
     pipeline = SpecPrefill(loaded("torch"), TorchTarget(text_model))
     pruned = pipeline.generate(prose[:3000], **KNOBS)
     assert pruned.plan.reason is Reason.PRUNED
-    assert word[breaking] in pruned.plan.detail
+    assert word in pruned.plan.detail
     dense = SpecPrefill(loaded("dense"), TorchTarget(text_model)).generate(prose[:3000], **KNOBS)
     assert isinstance(loaded("dense"), UnusableDraft)
     assert dense.plan.reason is Reason.DRAFT_FAILED
-    assert word[breaking] in dense.plan.detail
+    assert word in dense.plan.detail
+
+
+@pytest.mark.parametrize("fallback", ["torch", "dense", "none"])
+def test_an_engine_whose_models_folder_is_gone_names_it_whatever_the_fallback(
+    fallback: str, text_folder: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Without the model there is no tokenizer, so nothing can take the engine's place."""
+    orphan = tmp_path / "engine"
+    shutil.copytree(text_folder[1], orphan)
+    changed_manifest(orphan, model=str(tmp_path / "gone"))
+    with pytest.raises(InputError, match=r"model: .*gone"):
+        load_draft("onnx", path=str(orphan), fallback=fallback, device="cpu")
 
 
 def test_what_takes_an_engines_place_crosses_the_wire() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.contracts import refresh
 from tests.contracts.tensorrt_draft import install
-from trtllm_specprefill.draft.tensorrt import load_bindings
+from trtllm_specprefill.draft.bindings import load_bindings
 
 RECORDED = "recorded_tensorrt"
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import resource
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +15,14 @@ import torch
 from numpy.typing import NDArray
 
 from engine_build.graph import export_draft, save_graph
+from engine_build.probe import figures_of
 from engine_build.scoring_model import Scoring, ScoringModel
 from tests.test_judges import random_model
-from trtllm_specprefill.draft.engine import Engine, Pass, look_ahead, read
 from trtllm_specprefill.draft.graph import GraphDraft
 from trtllm_specprefill.draft.manifest import (
     GRAPH,
     CacheGeometry,
     DraftManifest,
-    Probe,
     tokenizer_hash,
 )
 from trtllm_specprefill.draft.onnx import OnnxEngine
@@ -89,12 +91,6 @@ def manifest_of(
             dtype="float32",
         )
     ids = fresh_ids(min(60, max_tokens), int(model.config.vocab_size), seed=5).astype(np.int64)
-    engine, tokens = ModuleEngine(module), tuple[int, ...]()
-    if scoring.mode == "window":
-        (scores,) = read(engine, [ids], [min(scoring.queries, ids.size)])
-    else:
-        (one,) = look_ahead(engine, [ids], 3, scoring.votes, sees=module.votes_after)
-        scores, tokens = one.scores, one.tokens
     return DraftManifest(
         model=model.name,
         model_hash=model.fingerprint,
@@ -113,45 +109,19 @@ def manifest_of(
         max_batch=max_batch,
         cache=cache,
         files=files,
-        probe=Probe(
-            ids=tuple(ids.tolist()),
-            importance=tuple(scores.tolist()),
-            tolerance=1e-3,
-            next_tokens=tokens,
-        ),
+        probe=figures_of(module, ids, "fp32"),
     )
 
 
-class ModuleEngine(Engine):
-    """The module that is exported, run by torch as it is."""
-
-    batch, piece = 4, 1024
-
-    def __init__(self, module: ScoringModel) -> None:
-        self.module = module
-
-    @torch.inference_mode()
-    def read(self, *inputs: Any) -> Any:
-        (scores,) = self.module(*map(_tensor, inputs))
-        return scores.numpy()
-
-    def begin(self, batch: int, capacity: int) -> Pass:
-        return _ModulePass(self.module, batch, capacity)
-
-
-class _ModulePass(Pass):
-    def __init__(self, module: ScoringModel, batch: int, capacity: int) -> None:
-        size = (batch, module.kv_heads, capacity, module.head_dim)
-        self.module, self.past = module, [torch.zeros(size)] * (2 * module.scoring.layers)
-
-    @torch.inference_mode()
-    def step(self, *inputs: Any) -> Any:
-        rows, tokens, *self.past = self.module(*map(_tensor, inputs), *self.past)
-        return rows.numpy(), tokens.numpy()
-
-
-def _tensor(array: NDArray[Any]) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array))
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Within it this process can write no file longer than `size` bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def described(model: Model) -> EngineModel:

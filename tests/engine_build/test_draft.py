@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
-import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,22 +18,28 @@ import pytest
 import torch
 from filelock import FileLock
 
+from engine_build import choices
 from engine_build import draft as build_module
 from engine_build import stages as stages_module
 from engine_build.__main__ import app
+from engine_build.choices import DraftBuild
 from engine_build.commands import BuildFailed
-from engine_build.draft import DraftBuild, build_draft
+from engine_build.draft import build_draft
 from tests.contracts.tensorrt_draft import HostMemory, install
+from tests.engine_build.drafts import files_of_at_most
 from tests.plugins.layers import ROOT
 from tests.test_judges import random_model
+from trtllm_specprefill import SpecPrefill
 from trtllm_specprefill.draft.graph import GraphDraft
 from trtllm_specprefill.draft.load import load_draft
 from trtllm_specprefill.draft.manifest import GRAPH, MANIFEST, DraftManifest
-from trtllm_specprefill.draft.tensorrt import ENGINE, TensorRTEngine, load_bindings
+from trtllm_specprefill.draft.tensorrt import ENGINE, TensorRTEngine
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.models import Model, engine_model, load_model
+from trtllm_specprefill.plan import Reason
 from trtllm_specprefill.settings import Settings
+from trtllm_specprefill.target.torch import TorchTarget
 
 CALIBRATION = "The clerk writes every ship that calls into the register, twice, in ink. " * 60
 
@@ -80,6 +84,23 @@ def quietly(build: DraftBuild) -> dict[str, bool]:
 
 def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def assert_torch_takes_its_place(unfinished: DraftBuild) -> None:
+    """What a build left that did not finish serves nobody, and prompts are pruned all the same."""
+    draft = load_draft(
+        "onnx",
+        unfinished.model,
+        path=str(unfinished.out),
+        fallback="torch",
+        device="cpu",
+        dtype="float32",
+    )
+    target = TorchTarget(load_model(unfinished.model, "float32", "cpu"))
+    asked = {"threshold": 0, "min_keep_tokens": 0, "keep": 0.4, "max_tokens": 1}
+    plan = SpecPrefill(draft, target).generate(CALIBRATION[:600], **asked).plan
+    assert plan.reason is Reason.PRUNED
+    assert f"made by `python -m engine_build draft`, with {MANIFEST}" in plan.detail
 
 
 # --- what is built
@@ -136,7 +157,7 @@ def test_layers_and_heads_are_the_librarys_own_unless_told(smollm2: Model, tmp_p
 
     def baked(**options: Any) -> Any:
         build = DraftBuild("smollm2-135m", tmp_path, **options)
-        return build_module._Work(build, lambda line: None).scoring
+        return choices.Choices(build, lambda line: None).scoring
 
     found = baked()
     assert found.layers == draft.depth(Settings())
@@ -277,6 +298,7 @@ def test_a_killed_process_leaves_finished_stages_and_nothing_that_looks_finished
             break
     process.wait()
     assert not {MANIFEST, GRAPH} & files(out)
+    assert_torch_takes_its_place(DraftBuild(model, out))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "calibration: as it was built before" in done.stderr
     assert files(out) == {GRAPH, MANIFEST, "build.json", "calibration.json", "probe.json"}
@@ -289,14 +311,11 @@ def test_a_disk_that_is_full_is_named_and_nothing_is_left(
     whole: DraftBuild, tmp_path: Path
 ) -> None:
     build = replace(whole, out=tmp_path / "engine")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # the graph is larger
-    try:
-        with pytest.raises(BuildFailed, match=r"graph: cannot be written to .*engine: File too"):
-            quietly(build)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = r"graph: cannot be written to .*engine: File too"
+    with files_of_at_most(20_000), pytest.raises(BuildFailed, match=said):  # the graph is larger
+        quietly(build)
     assert not build.out.exists()
+    assert_torch_takes_its_place(build)
 
 
 def test_a_disk_that_fills_up_later_keeps_the_finished_stages(
@@ -311,6 +330,7 @@ def test_a_disk_that_fills_up_later_keeps_the_finished_stages(
         with pytest.raises(BuildFailed, match=r"engine\.json: cannot be .*No space left"):
             quietly(build)
     assert files(copied.out) == {GRAPH, "build.json", "probe.json"}
+    assert_torch_takes_its_place(build)
     assert quietly(build) == {"graph": False, "probe": False}
 
 
@@ -361,7 +381,7 @@ def test_options_that_cannot_be_are_refused_before_anything_is_built(
 def test_tensorrt_builds_for_the_gpu_that_is_here_and_no_other(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_module, "_this_gpu", lambda: 90)
+    monkeypatch.setattr(choices, "_this_gpu", lambda: 90)
     build = DraftBuild(model, tmp_path / "engine", runtime="tensorrt", sm=(89,))
     with pytest.raises(InputError, match=r"sm: \(89,\).*90, this GPU's"):
         quietly(build)
@@ -371,85 +391,4 @@ def test_tensorrt_builds_for_the_gpu_that_is_here_and_no_other(
 def test_a_heads_file_that_is_none_says_what_one_is(content: str, tmp_path: Path) -> None:
     (tmp_path / "heads.json").write_text(content, encoding="utf-8")
     with pytest.raises(InputError, match=r"such as \[\[0, 3\], \[\], \[5\]\]"):
-        build_module.read_heads(tmp_path / "heads.json")
-
-
-# --- TensorRT for RTX, its real parser and builder
-
-
-def loaded(engine: bytes) -> tuple[Any, list[str]]:
-    """What the real runtime makes of an engine without a GPU, and its words."""
-    trt = load_bindings("tensorrt-rtx")
-    words: list[str] = []
-
-    class Logger(trt.ILogger):
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-
-        def log(self, severity: Any, msg: str) -> None:
-            words.append(msg)
-
-    return trt.Runtime(Logger()).deserialize_cuda_engine(engine), words
-
-
-def check_engine(folder: Path) -> None:
-    """It loads, or the driver of a GPU is all that is missing; half of it does not even parse."""
-    engine = (folder / ENGINE).read_bytes()
-    found, words = loaded(engine)
-    assert found is not None or any("cudaError" in line for line in words), words
-    assert not [line for line in words if "Serialization" in line]
-    found, words = loaded(engine[: len(engine) // 2])
-    assert found is None
-    assert [line for line in words if "Serialization" in line]
-
-
-@pytest.mark.model
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_tensorrt_for_rtx_builds_two_layers_of_smollm2(
-    precision: Any, text: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("tensorrt_rtx_bindings")
-    build = DraftBuild(
-        "smollm2-135m",
-        tmp_path / "engine",
-        runtime="tensorrt-rtx",
-        precision=precision,
-        layers=2,
-        max_tokens=8192,
-        calibration=text,
-        sm=(89,),
-    )
-    manifest = build_draft(build, lambda line: None).manifest
-    assert manifest.sm == (89,)
-    assert manifest.versions["tensorrt-rtx"]
-    check_engine(build.out)
-    embedding = 49152 * 576 * 2  # bf16 either way
-    layers = (build.out / ENGINE).stat().st_size - embedding
-    expected = {"bf16": 2 * 5.9e6, "fp8": 5.9e6}[precision]  # of what of two layers is run
-    assert 0.7 * expected < layers < 1.6 * expected
-
-
-@pytest.mark.model
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-@pytest.mark.parametrize("mode", ["window", "lookahead"])
-def test_tensorrt_for_rtx_builds_the_whole_of_smollm2(
-    mode: Any, precision: Any, text: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("tensorrt_rtx_bindings")
-    build = DraftBuild(
-        "smollm2-135m",
-        tmp_path / "engine",
-        runtime="tensorrt-rtx",
-        precision=precision,
-        mode=mode,
-        layers=30,
-        max_tokens=8192,
-        max_batch=4,
-        calibration=text,
-        sm=(89, 120),
-    )
-    begin = time.monotonic()
-    build_draft(build, lambda line: None)
-    print(f"{mode}, {precision}: {time.monotonic() - begin:.0f} s")
-    check_engine(build.out)
+        choices.read_heads(tmp_path / "heads.json")

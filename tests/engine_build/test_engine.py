@@ -14,7 +14,8 @@ from engine_build.scoring_model import Scoring
 from plugins.importance import onnx_nodes
 from tests.contracts import onnx_engine
 from tests.contracts.tensorrt_draft import PREFILL, graph_of, install
-from trtllm_specprefill.draft.tensorrt import load_bindings
+from tests.engine_build.drafts import files_of_at_most
+from trtllm_specprefill.draft.bindings import load_bindings
 from trtllm_specprefill.errors import InputError
 
 WINDOW = Scoring("window", 2, queries=24)
@@ -107,6 +108,17 @@ def test_the_timing_cache_is_kept_and_that_of_another_gpu_is_begun_anew(
     onnx_engine.seen.refuse_cache = True
     build(trt, graph, timing_cache=cache)
     assert onnx_engine.seen.caches[2:] == [b"timedtimed", b""]
+    assert cache.read_bytes() == b"timed"
+    assert [path.name for path in tmp_path.iterdir()] == ["timing.cache"]
+
+
+def test_a_disk_too_full_for_the_timing_cache_keeps_the_one_before_and_no_part_of_another(
+    trt: Any, tmp_path: Path
+) -> None:
+    cache, graph = tmp_path / "timing.cache", graph_of("llama", WINDOW)
+    build(trt, graph, timing_cache=cache)
+    with files_of_at_most(7), pytest.raises(OSError, match="File too large"):
+        build(trt, graph, timing_cache=cache)
     assert cache.read_bytes() == b"timed"
     assert [path.name for path in tmp_path.iterdir()] == ["timing.cache"]
 

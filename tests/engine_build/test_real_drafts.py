@@ -21,7 +21,8 @@ from trtllm_specprefill.settings import Settings
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 LENGTHS = (19, 333, 1024, 3001, 7990)  # traced with 72
-TOGETHER = (19, 333, 505, 512)  # Gemma 3 has a sliding window of 512
+# Batches; Gemma 3 has a sliding window of 512.
+TOGETHER = [pytest.param((19, 333, 505, 512), id="short"), pytest.param((1024, 7990), id="long")]
 STEPS = 8
 # Layers that are run in window mode, and with look-ahead the whole model.
 DEPTHS = {"smollm2-135m": (8, 30), "gemma3-270m": (6, 18)}
@@ -90,10 +91,13 @@ def test_lengths_that_were_not_traced_score_as_under_torch(
 
 
 @pytest.mark.parametrize("name", list(DEPTHS))
-def test_a_ragged_batch_scores_as_each_prompt_under_torch(name: str, prose: str) -> None:
+@pytest.mark.parametrize("lengths", TOGETHER)
+def test_a_ragged_batch_scores_as_each_prompt_under_torch(
+    name: str, lengths: tuple[int, ...], prose: str
+) -> None:
     model = model_of(name)
     draft = opened(model, built(name, "window"), batch=4)
-    prompts = [prompt(model, tokens, prose) for tokens in TOGETHER]
+    prompts = [prompt(model, tokens, prose) for tokens in lengths]
     settings, judge = asked("window", name), TorchDraft(model)
     for ids, found in zip(prompts, draft.score_batch(prompts, settings), strict=True):
         expected = judge.score(ids, settings)
@@ -102,12 +106,13 @@ def test_a_ragged_batch_scores_as_each_prompt_under_torch(name: str, prose: str)
 
 
 @pytest.mark.parametrize("name", list(DEPTHS))
+@pytest.mark.parametrize("lengths", TOGETHER)
 def test_a_ragged_batch_that_looks_ahead_scores_and_decodes_as_each_prompt_under_torch(
-    name: str, prose: str
+    name: str, lengths: tuple[int, ...], prose: str
 ) -> None:
     model = model_of(name)
-    draft = opened(model, built(name, "lookahead"), batch=4, piece=256)
-    prompts = [prompt(model, tokens, prose) for tokens in TOGETHER]
+    draft = opened(model, built(name, "lookahead"), batch=4, piece=max(256, max(lengths) // 8))
+    prompts = [prompt(model, tokens, prose) for tokens in lengths]
     wide = [ids.astype(np.int64) for ids in prompts]
     found = look_ahead(
         draft._engine, wide, STEPS, "mean", ends=model.eos_token_ids, sees=draft._sees

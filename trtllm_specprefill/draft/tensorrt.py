@@ -8,123 +8,25 @@ one, so nothing of them is copied between steps. One engine serves one call at a
 
 from __future__ import annotations
 
-import importlib
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trtllm_specprefill.draft.bindings import ErrorLog, load_bindings
 from trtllm_specprefill.draft.engine import Engine, Ids, Lengths, Pass, Scores
 from trtllm_specprefill.draft.manifest import DraftManifest, EngineRefused
+from trtllm_specprefill.draft.memory import Buffers, CudaMemory, Memory, cache_names
 from trtllm_specprefill.errors import DraftFailed, InputError
 from trtllm_specprefill.fetch import sha256_of
 
 ENGINE = "draft.engine"
 PREFILL, STEP = 0, 1  # the optimisation profiles; window mode has the first alone
-OLDEST = (10, 14)  # of TensorRT, the first with plugins compiled ahead and ONNX's Attention
 
-EngineRuntime = Literal["tensorrt", "tensorrt-rtx"]
-_MODULES = {
-    "tensorrt": ("tensorrt",),
-    "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings"),
-}
-_INSTALL = {
-    "tensorrt": "an installed TensorRT: pip install tensorrt, from NVIDIA's index",
-    "tensorrt-rtx": "an installed TensorRT for RTX:"
-    " pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings",
-}
 _CACHE_TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "float8_e4m3fn": "FP8"}
-
-
-def load_bindings(runtime: EngineRuntime) -> Any:
-    """The module `tensorrt`, or that of TensorRT for RTX, which has the same API.
-
-    Raises `InputError` where it is not installed, or too old.
-    """
-    for name in _MODULES[runtime]:
-        if name == "tensorrt_rtx_bindings":
-            with suppress(ImportError):  # brings the native libraries that the bindings need
-                importlib.import_module("tensorrt_rtx_libs")
-        try:
-            bindings = importlib.import_module(name)
-        except ImportError as error:
-            said = str(error)
-            continue
-        if runtime == "tensorrt" and version_of(bindings) < OLDEST:
-            oldest = ".".join(map(str, OLDEST))
-            raise InputError("runtime", f"tensorrt {bindings.__version__}", f"{oldest} or later")
-        return bindings
-    raise InputError("runtime", runtime, f"{_INSTALL[runtime]} ({said})")
-
-
-def version_of(bindings: Any) -> tuple[int, ...]:
-    """Major and minor version."""
-    return tuple(int(part) for part in re.findall(r"\d+", bindings.__version__)[:2])
-
-
-class Memory(Protocol):
-    """Where an engine's tensors lie, and the stream that its work goes to."""
-
-    stream: int
-    """Handle of the CUDA stream."""
-    capability: int
-    """Of the device, 10 x major + minor."""
-
-    def device(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory that the engine reads and writes: `[elements]`."""
-
-    def host(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Pinned memory of the host: `[elements]`."""
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy on the stream, without waiting."""
-
-    def zero(self, tensor: torch.Tensor) -> None:
-        """Fill with zeros on the stream, without waiting."""
-
-    def wait(self) -> None:
-        """Wait for the stream."""
-
-
-class CudaMemory:
-    """Memory of a GPU, with a stream of its own; see `Memory`."""
-
-    def __init__(self, device: str) -> None:
-        """Take a stream of `device`, `cuda` or `cuda:N`; `InputError` where torch sees none."""
-        if not torch.cuda.is_available():
-            raise InputError("device", device, "a GPU, which torch does not see here")
-        self._device = torch.device(device)
-        self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self.stream = int(self._stream.cuda_stream)
-        major, minor = torch.cuda.get_device_capability(self._device)
-        self.capability = 10 * major + minor
-
-    def device(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Memory.device`."""
-        return torch.empty(elements, dtype=dtype, device=self._device)
-
-    def host(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Memory.host`."""
-        return torch.empty(elements, dtype=dtype, pin_memory=True)
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """See `Memory.copy`."""
-        with torch.cuda.stream(self._stream):
-            to.copy_(source, non_blocking=True)
-
-    def zero(self, tensor: torch.Tensor) -> None:
-        """See `Memory.zero`."""
-        with torch.cuda.stream(self._stream):
-            tensor.zero_()
-
-    def wait(self) -> None:
-        """See `Memory.wait`."""
-        self._stream.synchronize()
 
 
 class TensorRTEngine(Engine):
@@ -155,7 +57,7 @@ class TensorRTEngine(Engine):
             raise EngineRefused(
                 "sm", manifest.sm, f"one with {memory.capability}, that of {device}"
             )
-        self._log = _Log(trt)
+        self._log = ErrorLog(trt)
         self._engine = self._deserialised(Path(folder) / ENGINE, manifest)
         self.batch, self.piece = manifest.max_batch, manifest.max_tokens
         self._check_tensors(folder, manifest)
@@ -163,7 +65,7 @@ class TensorRTEngine(Engine):
         sizes = [self._engine.get_device_memory_size_for_profile_v2(i) for i in profiles]
         self._workspace = memory.device(max(*sizes, 1), torch.uint8)
         self._contexts = [self._context(profile) for profile in profiles]
-        self._buffers = _Buffers(memory, manifest)
+        self._buffers = Buffers(memory, manifest)
         self._pass: _TensorRTPass | None = None
 
     def read(self, input_ids: Ids, position_ids: Ids, lengths: Lengths, voters: Lengths) -> Scores:
@@ -275,7 +177,7 @@ class _TensorRTPass(Pass):
     def __init__(
         self,
         engine: TensorRTEngine,
-        buffers: _Buffers,
+        buffers: Buffers,
         memory: Memory,
         batch: int,
         capacity: int,
@@ -319,61 +221,6 @@ class _TensorRTPass(Pass):
         return rows, tokens_
 
 
-class _Buffers:
-    """Device and pinned memory for the largest call, taken once."""
-
-    def __init__(self, memory: Memory, manifest: DraftManifest) -> None:
-        self._memory, self._cache = memory, manifest.cache
-        batch, tokens = manifest.max_batch, manifest.max_tokens
-        sizes = {
-            "input_ids": (batch * tokens, torch.int64),
-            "position_ids": (batch * tokens, torch.int64),
-            "lengths": (batch, torch.int32),
-            "voters": (batch, torch.int32),
-            "prompt_lengths": (batch, torch.int32),
-            "past_lengths": (batch, torch.int32),
-            "importance": (batch * tokens, torch.float32),
-            "next_token": (batch, torch.int64),
-        }
-        self._device = {name: memory.device(n, dtype) for name, (n, dtype) in sizes.items()}
-        self._host = {name: memory.host(n, dtype) for name, (n, dtype) in sizes.items()}
-        self.caches: list[dict[str, torch.Tensor]] = []
-        if self._cache is not None:
-            dtype = getattr(torch, self._cache.dtype)
-            largest = int(np.prod(self.cache_shape(batch, tokens)))
-            names = cache_names(self._cache.layers)
-            self.caches = [{n: memory.device(largest, dtype) for n in names} for _ in range(2)]
-
-    def cache_shape(self, batch: int, capacity: int) -> tuple[int, int, int, int]:
-        """Of one layer's keys or values."""
-        assert self._cache is not None
-        return batch, self._cache.kv_heads, capacity, self._cache.head_dim
-
-    def put(self, name: str, array: NDArray[Any]) -> int:
-        """Bring an input to the device; its address there."""
-        host, device = self._host[name], self._device[name]
-        host[: array.size].copy_(torch.from_numpy(np.ascontiguousarray(array)).flatten())
-        self._memory.copy(device[: array.size], host[: array.size])
-        return device.data_ptr()
-
-    def address(self, name: str) -> int:
-        """Where an output goes on the device."""
-        return self._device[name].data_ptr()
-
-    def fetch(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Bring an output to the host; there once the stream has been waited for."""
-        size = int(np.prod(shape))
-        host = self._host[name][:size]
-        self._memory.copy(host, self._device[name][:size])
-        result: NDArray[Any] = host.numpy().reshape(shape)
-        return result
-
-
-def cache_names(layers: int) -> list[str]:
-    """Names of keys and values, without `past_` or `present_`, in the graph's order."""
-    return [f"{kind}.{i}" for i in range(layers) for kind in ("keys", "values")]
-
-
 def tensor_names(manifest: DraftManifest) -> tuple[list[str], list[str]]:
     """What goes in and what comes out of an engine; see `engine_build.scoring_model`."""
     shared = ["input_ids", "position_ids", "lengths"]
@@ -384,24 +231,3 @@ def tensor_names(manifest: DraftManifest) -> tuple[list[str], list[str]]:
         [*shared, "prompt_lengths", "past_lengths", *(f"past_{name}" for name in names)],
         ["importance", "next_token", *(f"present_{name}" for name in names)],
     )
-
-
-class _Log:
-    """TensorRT's errors, kept for the messages of exceptions."""
-
-    def __init__(self, trt: Any) -> None:
-        errors: list[str] = []
-
-        class Logger(trt.ILogger):  # type: ignore[misc]
-            def __init__(self) -> None:
-                trt.ILogger.__init__(self)
-
-            def log(self, severity: Any, message: str) -> None:
-                if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
-                    errors.append(" ".join(message.split()))
-
-        self.logger, self._errors = Logger(), errors
-
-    def told(self) -> str:
-        """The last of them."""
-        return "; ".join(self._errors[-3:]) or "TensorRT gave no reason"

@@ -1,0 +1,127 @@
+"""Memory that a draft on a GPU takes once, when it is loaded: on the device, and pinned."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trtllm_specprefill.draft.manifest import DraftManifest
+from trtllm_specprefill.errors import InputError
+
+
+class Memory(Protocol):
+    """Where an engine's tensors lie, and the stream that its work goes to."""
+
+    stream: int
+    """Handle of the CUDA stream."""
+    capability: int
+    """Of the device, 10 x major + minor."""
+
+    def device(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory that the engine reads and writes: `[elements]`."""
+
+    def host(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Pinned memory of the host: `[elements]`."""
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy on the stream, without waiting."""
+
+    def zero(self, tensor: torch.Tensor) -> None:
+        """Fill with zeros on the stream, without waiting."""
+
+    def wait(self) -> None:
+        """Wait for the stream."""
+
+
+class CudaMemory:
+    """Memory of a GPU, with a stream of its own; see `Memory`."""
+
+    def __init__(self, device: str) -> None:
+        """Take a stream of `device`, `cuda` or `cuda:N`; `InputError` where torch sees none."""
+        if not torch.cuda.is_available():
+            raise InputError("device", device, "a GPU, which torch does not see here")
+        self._device = torch.device(device)
+        self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self.stream = int(self._stream.cuda_stream)
+        major, minor = torch.cuda.get_device_capability(self._device)
+        self.capability = 10 * major + minor
+
+    def device(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Memory.device`."""
+        return torch.empty(elements, dtype=dtype, device=self._device)
+
+    def host(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Memory.host`."""
+        return torch.empty(elements, dtype=dtype, pin_memory=True)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Memory.copy`."""
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+
+    def zero(self, tensor: torch.Tensor) -> None:
+        """See `Memory.zero`."""
+        with torch.cuda.stream(self._stream):
+            tensor.zero_()
+
+    def wait(self) -> None:
+        """See `Memory.wait`."""
+        self._stream.synchronize()
+
+
+class Buffers:
+    """Device and pinned memory for the largest call, taken once."""
+
+    def __init__(self, memory: Memory, manifest: DraftManifest) -> None:
+        self._memory, self._cache = memory, manifest.cache
+        batch, tokens = manifest.max_batch, manifest.max_tokens
+        sizes = {
+            "input_ids": (batch * tokens, torch.int64),
+            "position_ids": (batch * tokens, torch.int64),
+            "lengths": (batch, torch.int32),
+            "voters": (batch, torch.int32),
+            "prompt_lengths": (batch, torch.int32),
+            "past_lengths": (batch, torch.int32),
+            "importance": (batch * tokens, torch.float32),
+            "next_token": (batch, torch.int64),
+        }
+        self._device = {name: memory.device(n, dtype) for name, (n, dtype) in sizes.items()}
+        self._host = {name: memory.host(n, dtype) for name, (n, dtype) in sizes.items()}
+        self.caches: list[dict[str, torch.Tensor]] = []
+        if self._cache is not None:
+            dtype = getattr(torch, self._cache.dtype)
+            largest = int(np.prod(self.cache_shape(batch, tokens)))
+            names = cache_names(self._cache.layers)
+            self.caches = [{n: memory.device(largest, dtype) for n in names} for _ in range(2)]
+
+    def cache_shape(self, batch: int, capacity: int) -> tuple[int, int, int, int]:
+        """Of one layer's keys or values."""
+        assert self._cache is not None
+        return batch, self._cache.kv_heads, capacity, self._cache.head_dim
+
+    def put(self, name: str, array: NDArray[Any]) -> int:
+        """Bring an input to the device; its address there."""
+        host, device = self._host[name], self._device[name]
+        host[: array.size].copy_(torch.from_numpy(np.ascontiguousarray(array)).flatten())
+        self._memory.copy(device[: array.size], host[: array.size])
+        return device.data_ptr()
+
+    def address(self, name: str) -> int:
+        """Where an output goes on the device."""
+        return self._device[name].data_ptr()
+
+    def fetch(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Bring an output to the host; there once the stream has been waited for."""
+        size = int(np.prod(shape))
+        host = self._host[name][:size]
+        self._memory.copy(host, self._device[name][:size])
+        result: NDArray[Any] = host.numpy().reshape(shape)
+        return result
+
+
+def cache_names(layers: int) -> list[str]:
+    """Names of keys and values, without `past_` or `present_`, in the graph's order."""
+    return [f"{kind}.{i}" for i in range(layers) for kind in ("keys", "values")]
