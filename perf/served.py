@@ -36,17 +36,17 @@ def running(url: str | None, config: Path | None, progress: Progress) -> Iterato
         if config is not None:
             raise InputError("--config", str(config), "no --config with --url: that server runs")
         served, _ = server_facts(url)
-        for name, keeps in (("draft", served.draft.cache_mib), ("target", served.target.cache_mib)):
+        own = served.target.cache_mib if served.target.backend == "torch" else 0
+        for name, keeps in (("draft", served.draft.cache_mib), ("target", own)):
             if keeps:
                 raise InputError(f"{name}.cache_mib", keeps, "0: known prompts would not be read")
         yield url
         return
     settings = ServeSettings() if config is None else ServeSettings.read(config)
     free = settings.ports.model_copy(update={"http": 0, "grpc": 0, "metrics": 0})
-    forgetful = {
-        name: getattr(settings, name).model_copy(update={"cache_mib": 0})
-        for name in ("draft", "target")
-    }
+    forgetful: dict[str, Any] = {"draft": settings.draft.model_copy(update={"cache_mib": 0})}
+    if settings.target.backend == "torch":  # no other target keeps anything here
+        forgetful["target"] = settings.target.model_copy(update={"cache_mib": 0})
     settings = with_free_ports(settings.model_copy(update={"ports": free, **forgetful}))
     folder = Path(tempfile.mkdtemp(prefix="specprefill-"))  # short: it holds sockets
     try:

@@ -7,8 +7,8 @@ life that comes in cancelled is how a running answer learns that nobody reads it
 
 import json
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from trtllm_specprefill.serving.metrics import TargetMetrics
 from trtllm_specprefill.serving.ranks import end_with_this_process
 from trtllm_specprefill.serving.settings import ServeSettings
 from trtllm_specprefill.serving.wire import json_tensor, read_json, text_tensor
-from trtllm_specprefill.serving.workers import Answer, AnsweringWorker
+from trtllm_specprefill.serving.workers import Answer, AnsweringWorker, loaded_apart
 from trtllm_specprefill.settings import Sampling
 from trtllm_specprefill.target.load import load_target
 
@@ -38,24 +38,22 @@ class TritonPythonModel:
         own = settings.target
         if own.threads:
             torch.set_num_threads(own.threads)
-        # In a thread that ends: OpenMP counts the team of every living thread that once computed,
-        # and threads in excess of the cores do not spin but sleep at every barrier.
-        with ThreadPoolExecutor(1) as loading:
-            target = loading.submit(
-                load_target,
-                own.backend,
-                own.model,
-                dtype=own.dtype,
-                device=own.device,
-                url=own.url,
-                served_name=own.served_name,
-                as_text=own.as_text,
-                context_tokens=own.context_tokens,
-                timeout_s=own.timeout_s,
-                block_reuse=own.block_reuse,
-                kv_cache_tokens=own.kv_cache_tokens,
-                cache_mib=own.cache_mib,
-            ).result()
+        load = partial(
+            load_target,
+            own.backend,
+            own.model,
+            dtype=own.dtype,
+            device=own.device,
+            url=own.url,
+            served_name=own.served_name,
+            as_text=own.as_text,
+            context_tokens=own.context_tokens,
+            timeout_s=own.timeout_s,
+            block_reuse=own.block_reuse,
+            kv_cache_tokens=own.kv_cache_tokens,
+            cache_mib=own.cache_mib,
+        )
+        target = loaded_apart(load) if own.backend == "torch" else load()
         self.target, self.process = target, str(uuid.uuid4())
         self.facts = asdict(target.position_support)
         self.worker = AnsweringWorker(target, settings.limits.answers)

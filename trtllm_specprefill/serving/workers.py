@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,16 @@ class Answer:
     tokens: int = 0
     first_token: float = 0.0
     steps: Generator[Step, None, None] | None = None
+
+
+def loaded_apart(load: Callable[[], Target]) -> Target:
+    """A target whose passes run in another thread than this, loaded in a thread that ends.
+
+    OpenMP counts the team of every living thread that once computed, and where there are more
+    of them than cores they do not spin but sleep at every barrier.
+    """
+    with ThreadPoolExecutor(1) as loading:
+        return loading.submit(load).result()
 
 
 class AnsweringWorker:
