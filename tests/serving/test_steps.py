@@ -88,7 +88,7 @@ class Client:
         self.texts: list[str] = []
         self.report: dict[str, Any] | None = None
         self.error: str | None = None
-        self.ended = threading.Event()
+        self.ended, self.dropped = threading.Event(), threading.Event()
         now = time.time()
         self.job = Answer(
             f"request {key}",
@@ -100,6 +100,7 @@ class Client:
             now,
             self._took,
             self._failed,
+            self.dropped.set,
         )
 
     def _took(self, text: str, report: dict[str, Any] | None) -> None:
@@ -174,6 +175,8 @@ def test_a_cancelled_answer_ends_wherever_it_is(moment: str) -> None:
     worker.submit(after.job)
     assert after.ended.wait(30)
     assert client.texts == []
+    assert client.dropped.wait(30)  # else Triton would hold the request for ever
+    assert not after.dropped.is_set()
     assert worker.wait("request 3", 30) == "done"
 
 

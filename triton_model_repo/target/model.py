@@ -124,6 +124,7 @@ class TritonPythonModel:
             wanted["sent"],
             send,
             fail,
+            lambda: sender.send(flags=_FINAL),
         )
 
 

@@ -95,6 +95,7 @@ class Answer:
     report: what the orchestrator decided. received, sent: wall-clock seconds at which the
     server got the request and the orchestrator handed it on. stream: every step is sent, else
     one response. send: a text, and with the last one the report. fail: the words of an error.
+    drop: end it without a word, since its client has gone.
     """
 
     request_id: str
@@ -106,6 +107,7 @@ class Answer:
     sent: float
     send: Callable[[str, dict[str, Any] | None], None]
     fail: Callable[[str], None]
+    drop: Callable[[], None]
     texts: list[str] = field(default_factory=list)
     tokens: int = 0
     first_token: float = 0.0
@@ -139,7 +141,7 @@ class AnsweringWorker:
         threading.Thread(target=self._run, name="answering", daemon=True).start()
 
     def submit(self, job: Answer) -> None:
-        """Take a job; `send` and `fail` are called from the worker's thread."""
+        """Take a job; `send`, `fail` and `drop` are called from the worker's thread."""
         with self._changed:
             self._waiting.append(job)
             self._changed.notify_all()
@@ -201,6 +203,7 @@ class AnsweringWorker:
             with interruptible(check):
                 over = self._step(job)
         except Cancelled:
+            job.drop()
             over = True
         except SpecPrefillError as error:
             job.fail(str(error))
