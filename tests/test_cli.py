@@ -258,3 +258,37 @@ def test_the_installed_command_ends_without_a_traceback(document: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.strip().count("\n") == 0
     assert "keep_rate" in done.stderr
+
+
+def test_the_reference_of_settings_is_what_the_command_prints(run: Any) -> None:
+    code, out, _ = run("settings")
+    page = Path(__file__).parent.parent / "docs" / "settings.md"
+    assert code == 0
+    assert page.read_text("utf-8").split("\n\n", 2)[2].strip() == out.strip()
+    _, listed, _ = run("settings", "--json")
+    assert {row["name"] for row in json.loads(listed)} >= {"keep_rate", "draft_tail", "top_p"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--prompt", "a.txt", "--messages", "b.json"),
+        ("--context", "a.txt"),
+        ("--question", "Who?"),
+        ("--prompt", "a.txt", "--question", "Who?"),
+    ],
+)
+def test_a_client_asks_for_one_prompt(run: Any, options: tuple[str, ...]) -> None:
+    assert_one_line(*run("client", *options), "--context")
+
+
+def test_a_dry_run_refuses_a_folder_without_a_model(run: Any, tmp_path: Path) -> None:
+    assert_one_line(*run("serve", "--dry-run", "--draft", str(tmp_path)), "config.json")
+
+
+def test_a_capacity_beyond_the_targets_positions_is_refused(run: Any) -> None:
+    configs = Path(__file__).parent / "engine_build" / "configs"
+    model = str(next(configs.glob("*llama*8b*"), next(configs.iterdir())))
+    options = ("--draft", model, "--target", model, "--prompt", "1000000")
+    assert_one_line(*run("plan-capacity", *options), "prompt and output", "1000000")

@@ -597,3 +597,12 @@ def test_texts_marked_by_the_caller_reach_the_target_through_the_pipeline(
 def test_bare_numbers_of_a_report_are_plain_json(byte_level: Any, text: str) -> None:
     got = answered(ScriptedDraft(byte_level), ScriptedTarget(byte_level), text)
     assert json.loads(json.dumps(got.report()))["kept_tokens"] == got.plan.input_ids.size
+
+
+def test_a_plan_that_does_not_fit_with_its_answer_is_refused_before_the_target(
+    byte_level: Any, text: str
+) -> None:
+    model = SpecPrefill(None, ScriptedTarget(byte_level, PositionSupport(True, None, 8192)))
+    with pytest.raises(ContextTooLong, match="99999999"):
+        model.plan("The capital of France is", max_tokens=99999999)
+    assert model.plan("The capital of France is", max_tokens=8000).plan.reason is Reason.DISABLED

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from trtllm_specprefill.errors import ContextTooLong, InputError, SpecPrefillError
 from trtllm_specprefill.evaluation.commands import CALIBRATE_EXAMPLE, calibrate_heads
+from trtllm_specprefill.reference import SETTINGS_EXAMPLE, list_settings
 from trtllm_specprefill.serving import commands
 from trtllm_specprefill.settings import Settings
 
@@ -33,7 +34,8 @@ _RUN_EXAMPLE = (
 _SCORE_EXAMPLE = "Example: specprefill score --prompt report.txt --keep 0.1 --json"
 
 _CAPACITY_EXAMPLE = (
-    "Example: specprefill plan-capacity --draft llama-8b --target llama-405b --gpus 8 --keep 0.1"
+    "Example: specprefill plan-capacity --draft meta-llama/Llama-3.1-8B"
+    " --target meta-llama/Llama-3.1-405B --gpus 8 --keep 0.1"
 )
 
 Prompt_ = Annotated[
@@ -309,7 +311,11 @@ def plan_capacity(
 
     if gpu not in capacity.GPUS:
         raise InputError("gpu", gpu, "one of " + ", ".join(capacity.GPUS))
-    served = capacity.Served.of(load_config(target), precision, gpus)
+    config = load_config(target)
+    if prompt + output > config.max_position_embeddings:
+        allowed = f"at most {config.max_position_embeddings} with the answer: {target}'s positions"
+        raise InputError("prompt and output", (prompt, output), allowed)
+    served = capacity.Served.of(config, precision, gpus)
     scorer = capacity.Served.of(load_config(draft), draft_precision, draft_gpus or gpus)
     work = capacity.Workload(prompt, keep, output, batch=batch)
     plan = capacity.plan_capacity(scorer, served, capacity.GPUS[gpu], work, shared=draft_gpus == 0)
@@ -440,6 +446,8 @@ def _say(line: str) -> None:
 app.command(epilog=commands.SERVE_EXAMPLE)(commands.serve)
 app.command(epilog=commands.CLIENT_EXAMPLE)(commands.client)
 app.command("calibrate-heads", epilog=CALIBRATE_EXAMPLE)(calibrate_heads)
+
+app.command("settings", epilog=SETTINGS_EXAMPLE)(list_settings)
 
 
 def main() -> None:

@@ -281,10 +281,12 @@ class SpecPrefill:
         """Everything before the target: the prepared prompt and the plan for it.
 
         waited: seconds for which the request has waited already; they become stage `queue`.
+        Raises what `generate` raises before the target is asked.
         """
         clock = Clock(waited)
         settings, sampling = with_knobs(settings, sampling, knobs)
         prompt, plan = self._plan(source, settings, sampling, tools, protect, question, clock)
+        check_fits(plan, self.target.position_support.context, sampling.max_tokens)
         return Planned(prompt, plan, sampling, clock.stages)
 
     def predicted_gain(self, prompt: Prompt) -> float:

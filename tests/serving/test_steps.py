@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import threading
 import time
 import weakref
@@ -469,3 +470,44 @@ def test_a_server_that_is_not_there_is_named() -> None:
     pytest.importorskip("tritonclient.grpc")
     with pytest.raises(RequestFailed, match=r"^127\.0\.0\.1:1: "):
         list(stream("127.0.0.1:1", {"text_input": "two words"}))
+
+
+@pytest.mark.parametrize(
+    ("own", "field"),
+    [
+        ({"off": "no"}, "specprefill.off"),
+        ({"off": 1}, "specprefill.off"),
+        ({"keep": 0.1, "keep_rate": 0.3}, "specprefill.keep and keep_rate"),
+        ({"question": 3}, "specprefill.question"),
+    ],
+)
+def test_what_could_be_read_in_two_ways_is_refused(own: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError, match=re.escape(field)):
+        read(text_input="a b", specprefill=json.dumps(own))
+
+
+def test_a_marked_question_goes_over_the_wire() -> None:
+    assert read(text_input="a b", specprefill='{"question": "a"}').question == "a"
+    assert read(text_input="a b").question is None
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"target": {"backend": "endpoint"}}, "target.url"),
+        ({"ports": {"http": 9000, "grpc": 9000}}, "ports.grpc: 9000 .* another port than http"),
+        ({"ports": {"grpc": 8002}}, "ports.metrics: 8002 .* another port than grpc"),
+        ({"drafft": {}}, "drafft: .* one of draft, target"),
+        ({"draft": {"modell": "x"}}, "draft.modell: 'x' .* one of model, dtype"),
+    ],
+)
+def test_settings_of_a_server_that_cannot_be_are_refused_by_name(
+    values: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        ServeSettings.of(values)
+
+
+def test_any_number_of_ports_may_be_free_ones() -> None:
+    ports = ServeSettings.of({"ports": {"http": 0, "grpc": 0, "metrics": 0}}).ports
+    assert (ports.http, ports.grpc, ports.metrics) == (0, 0, 0)

@@ -15,7 +15,7 @@ import typer
 from trtllm_specprefill.errors import InputError, SpecPrefillError
 
 SERVE_EXAMPLE = "Example: specprefill serve --draft smollm2-135m --target smollm2-135m"
-CLIENT_EXAMPLE = "Example: specprefill client --prompt report.txt --keep 0.1"
+CLIENT_EXAMPLE = "Example: specprefill client --context report.txt --question 'Who signed it?'"
 
 
 def serve(
@@ -73,6 +73,7 @@ def serve(
             values.setdefault(part, {})[name] = value
     settings = with_free_ports(ServeSettings.of(values))
     settings.check_positions()
+    _check_names(settings)
     world = world_of(settings, world_size, nodes.split(",") if nodes else (), launcher)
     memory = gpu_memory_of(gpu)
     budget = None if memory is None else budget_of(settings, world, memory)
@@ -86,6 +87,8 @@ def serve(
     try:
         launch = launch_of(settings, render(settings, folder), triton_option or (), _say, world)
         if dry_run:
+            if not repository:
+                _say(f"the repository is in {folder}")
             placed = launch.ranks if world.size > 1 else ()
             said = [*(rank.line() for rank in placed), *(budget.lines() if budget else ())]
             print("\n".join([*(f"# {line}" for line in said), launch.line()]))
@@ -113,6 +116,10 @@ def client(
     prompt: Annotated[
         str | None, typer.Option(metavar="FILE", help="A text to complete; - is stdin.")
     ] = None,
+    context: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A text to ask --question about.")
+    ] = None,
+    question: Annotated[str | None, typer.Option(help="Asked about --context.")] = None,
     messages: Annotated[
         str | None, typer.Option(metavar="FILE", help="Chat messages as JSON.")
     ] = None,
@@ -133,11 +140,17 @@ def client(
     from trtllm_specprefill.prompt import read_text
     from trtllm_specprefill.serving.client import stream
 
-    if (prompt is None) == (messages is None):
-        raise InputError("prompt", None, "one of --prompt and --messages")
-    name = prompt or messages or ""
-    field = "--prompt" if prompt is not None else "--messages"
+    sources = {"--prompt": prompt, "--context": context, "--messages": messages}
+    given = {field: name for field, name in sources.items() if name is not None}
+    if len(given) != 1:
+        allowed = "one of --prompt, --messages, or --context with --question"
+        raise InputError("prompt", " and ".join(given) or None, allowed)
+    if (context is None) != (question is None):
+        raise InputError("--question", question, "a text, together with --context")
+    ((field, name),) = given.items()
     text = sys.stdin.read() if name == "-" else read_text(field, Path(name))
+    if context is not None:
+        text = json.dumps([{"role": "user", "content": f"{text}\n\n{question}"}])
     if keep is not None and setting is not None:
         raise InputError("--keep", keep, "only one of --keep and --specprefill")
     values: dict[str, Any] = {
@@ -163,6 +176,17 @@ def client(
             f"{report['reason']}: {report['kept_tokens']} of {report['prompt_tokens']} tokens"
             f" read, TTFT {report['ttft_s']:.2f} s"
         )
+
+
+def _check_names(settings: Any) -> None:
+    """Raise `InputError` for a model that is neither here nor one to be fetched."""
+    from trtllm_specprefill.fetch import DEMO_MODELS
+    from trtllm_specprefill.models import load_config
+
+    own = [] if settings.target.backend.startswith("trtllm") else [settings.target.model]
+    for model in {settings.draft.model, *own}:
+        if model not in DEMO_MODELS and ("/" not in model or Path(model).exists()):
+            load_config(model)
 
 
 def _fetch(settings: Any) -> None:

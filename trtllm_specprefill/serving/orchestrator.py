@@ -211,6 +211,7 @@ class Orchestrator:
                 sampling=self._settings.sampling,
                 tools=request.tools,
                 protect=request.protect,
+                question=request.question,
                 waited=waited,
                 **request.knobs,
             )

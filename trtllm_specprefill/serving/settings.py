@@ -92,6 +92,10 @@ class TargetSettings(ModelSettings):
 
     @model_validator(mode="after")
     def _read_by_the_backend(self) -> Self:
+        if self.backend == "endpoint" and not self.url:
+            raise InputError(
+                "target.url", self.url, "where the endpoint is: grpc://... or http://..."
+            )
         read = {"backend", "model", "threads", *_READ_BY[self.backend]}
         for name in sorted(self.model_fields_set - read):
             value, field = getattr(self, name), type(self).model_fields[name]
@@ -129,6 +133,16 @@ class Ports(_Part):
     grpc: int = Field(default=8001, ge=0, le=65535)
     metrics: int = Field(default=8002, ge=0, le=65535)
 
+    @model_validator(mode="after")
+    def _differ(self) -> Self:
+        taken: dict[int, str] = {0: ""}  # any free one
+        for name in ("http", "grpc", "metrics"):
+            port = getattr(self, name)
+            if port and port in taken:
+                raise InputError(f"ports.{name}", port, f"another port than {taken[port]} has")
+            taken[port] = name
+        return self
+
 
 class ServeSettings(_Part):
     """Everything a server is started with.
@@ -156,7 +170,12 @@ class ServeSettings(_Part):
             if isinstance(cause, InputError):
                 raise cause from None
             name = ".".join(str(part) for part in first["loc"])
-            raise InputError(name or "settings", first["input"], first["msg"]) from None
+            allowed = first["msg"]
+            if first["type"] == "extra_forbidden":
+                part = first["loc"][0] if len(first["loc"]) > 1 else None
+                known = type(getattr(cls(), str(part))) if part else cls
+                allowed = "one of " + ", ".join(known.model_fields)
+            raise InputError(name or "settings", first["input"], allowed) from None
 
     @property
     def reads_ahead(self) -> bool:

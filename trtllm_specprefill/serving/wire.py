@@ -32,13 +32,15 @@ INPUTS: dict[str, tuple[str, bool]] = {
 class Request:
     """What one client asks for.
 
-    source: a text, or chat messages. knobs: fields of `Settings` and `Sampling` by name.
+    source: a text, or chat messages. protect, question: see `prompt.prepare`. knobs: fields of
+    `Settings` and `Sampling` by name.
     stream: one response per step, else one in all. kept_spans: put them in the report.
     """
 
     source: str | list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     protect: tuple[str, ...]
+    question: str | None
     knobs: dict[str, Any]
     stream: bool
     kept_spans: bool
@@ -70,19 +72,31 @@ def read_request(tensors: dict[str, NDArray[Any] | None]) -> Request:
         allowed = 'a JSON object of settings such as {"keep": 0.1}, or "off"'
         own = {} if wanted == "off" else _json("specprefill", wanted, dict, allowed)
         own = {"enabled": False} if wanted == "off" else own
-    if own.pop("off", False):
+    if _flag(own, "off"):
         own["enabled"] = False
+    if {"keep", "keep_rate"} <= set(own):
+        both = (own["keep"], own["keep_rate"])
+        raise InputError("specprefill.keep and keep_rate", both, "one of them: they are the same")
     protect = own.pop("protect", [])
     if not isinstance(protect, list) or not all(isinstance(p, str) for p in protect):
         raise InputError("specprefill.protect", protect, "a list of texts")
-    kept_spans = own.pop("kept_spans", False)
-    if not isinstance(kept_spans, bool):
-        raise InputError("specprefill.kept_spans", kept_spans, "true or false")
+    question = own.pop("question", None)
+    if not isinstance(question, str | None):
+        raise InputError("specprefill.question", question, "a text of the prompt")
+    kept_spans = _flag(own, "kept_spans")
     for name in own:
         if name != "keep" and name not in Settings.model_fields:
-            known = ", ".join(("keep", "off", "protect", "kept_spans", *Settings.model_fields))
+            ours = ("keep", "off", "protect", "question", "kept_spans")
+            known = ", ".join((*ours, *Settings.model_fields))
             raise InputError(f"specprefill.{name}", own[name], f"one of {known}")
-    return Request(source, tools, tuple(protect), {**own, **knobs}, stream, kept_spans)
+    return Request(source, tools, tuple(protect), question, {**own, **knobs}, stream, kept_spans)
+
+
+def _flag(own: dict[str, Any], name: str) -> bool:
+    value = own.pop(name, False)
+    if not isinstance(value, bool):
+        raise InputError(f"specprefill.{name}", value, "true or false")
+    return value
 
 
 def _value(name: str, tensor: NDArray[Any]) -> Any:

@@ -1,0 +1,5 @@
+"""`python -m trtllm_specprefill`: the same as `specprefill`."""
+
+from trtllm_specprefill.cli import main
+
+main()
