@@ -13,6 +13,7 @@ import tempfile
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -419,7 +420,11 @@ def test_without_its_draft_the_server_answers_in_full_and_prunes_again_later(
 def process_of(server: Server, model: str) -> int:
     """A process of a Python model: Triton names its model folder on the command line."""
     children = psutil.Process(server.pid).children(recursive=True)
-    return next(c.pid for c in children if f"models/{model}/1" in " ".join(c.cmdline()))
+    for child in children:
+        with suppress(psutil.NoSuchProcess):  # one that was killed before, and not yet buried
+            if f"models/{model}/1" in " ".join(child.cmdline()):
+                return int(child.pid)
+    raise AssertionError(f"no process of {model}")
 
 
 def test_the_time_a_draft_may_take_grows_with_the_prompt() -> None:
