@@ -149,6 +149,16 @@ def test_a_head_read_ahead_is_there_for_the_plan() -> None:
     assert counted(forgetting, lambda: forgetting.read_ahead(plan.input_ids[:80]))[0] == 0
 
 
+def test_a_head_there_is_no_room_for_is_read_ahead_once_and_never_again() -> None:
+    model = replace(random_model("llama", Spelling()), eos_token_ids=frozenset())
+    target, plan = TorchTarget(model, 1), headed(random_ids(80), 30)
+    head = plan.input_ids[:80]
+    assert [counted(target, lambda: target.read_ahead(head))[0] for _ in range(3)] == [80, 0, 0]
+    longer = random_ids(90)
+    assert counted(target, lambda: target.read_ahead(longer))[0] == 0
+    assert tokens_of(target, plan) == tokens_of(TorchTarget(model, 1 << 26), plan)
+
+
 def test_a_head_that_cannot_be_read_fails_with_its_plan_only() -> None:
     model = random_model("llama", Spelling())
     target, plan = TorchTarget(model, 1 << 26), headed(random_ids(80), 30)

@@ -49,17 +49,20 @@ class Recent(Generic[T]):
                 self._values.move_to_end(key)
             return self._values.get(key)
 
-    def put(self, key: bytes, value: T) -> None:
-        """Keep `value`; those not used for longest go until it fits. One too large is not kept."""
+    def put(self, key: bytes, value: T) -> bool:
+        """Keep `value`; those not used for longest go until it fits. False: it is too large."""
         size = self._size(value)
         with self._lock:
-            if key in self._values or size > self._most:
-                return
+            if size > self._most:
+                return False
+            if key in self._values:
+                return True
             self._values[key] = value
             self._used += size
             while self._used > self._most:
                 _, gone = self._values.popitem(last=False)
                 self._used -= self._size(gone)
+        return True
 
 
 def key_of(*parts: bytes) -> bytes:

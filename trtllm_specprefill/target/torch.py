@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from itertools import count
@@ -47,6 +48,7 @@ class TorchTarget(Target):
         """
         self.name, self.tokenizer = model.name, model.tokenizer
         self._heads: Recent[DynamicCache] | None = Recent(keep, _bytes_of) if keep else None
+        self._too_long = sys.maxsize  # tokens of the shortest head that there was no room for
         self.model, self.fingerprint = model, model.fingerprint
         watch_layers(model)
         evidence = evidence_for(model.fingerprint)
@@ -67,7 +69,7 @@ class TorchTarget(Target):
     @torch.inference_mode()
     def read_ahead(self, head: NDArray[np.int32]) -> None:
         """See `Target.read_ahead`. Without a place to keep it, nothing is read."""
-        if self._heads is not None and head.size >= SHORTEST_HEAD:
+        if self._heads is not None and SHORTEST_HEAD <= head.size < self._too_long:
             with suppress(TargetFailed):
                 self._head(head, self._heads)
 
@@ -96,7 +98,8 @@ class TorchTarget(Target):
         if cache is None:
             cache = new_cache(self.model)
             self._forward(torch.from_numpy(ids).long(), torch.arange(ids.size), cache)
-            heads.put(key, cache)
+            if not heads.put(key, cache):
+                self._too_long = min(self._too_long, ids.size)
         return cache
 
     def _forward(
