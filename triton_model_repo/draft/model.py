@@ -11,6 +11,7 @@ from trtllm_specprefill.draft.load import load_draft
 from trtllm_specprefill.serving.control import listen
 from trtllm_specprefill.serving.orchestrator import importance_tensors
 from trtllm_specprefill.serving.settings import ServeSettings
+from trtllm_specprefill.serving.turns import Turns
 from trtllm_specprefill.serving.wire import read_json
 from trtllm_specprefill.serving.workers import ScoringWorker
 from trtllm_specprefill.settings import Settings
@@ -22,7 +23,9 @@ class TritonPythonModel:
     def initialize(self, args):
         """Load the draft."""
         parameters = json.loads(args["model_config"])["parameters"]
-        own = ServeSettings.of(json.loads(parameters["settings"]["string_value"])).draft
+        settings = ServeSettings.of(json.loads(parameters["settings"]["string_value"]))
+        control = Path(parameters["control"]["string_value"])
+        own = settings.draft
         if own.threads:
             torch.set_num_threads(own.threads)
         draft = load_draft(
@@ -35,8 +38,8 @@ class TritonPythonModel:
             threads=own.threads,
             cache_mib=own.cache_mib,
         )
-        self.worker = ScoringWorker(draft)
-        listen(Path(parameters["control"]["string_value"]), "draft", self._told)
+        self.worker = ScoringWorker(draft, Turns(control) if settings.shares_cores else None)
+        listen(control, "draft", self._told)
 
     def execute(self, requests):
         """Score one prompt after the other."""

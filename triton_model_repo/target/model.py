@@ -20,6 +20,7 @@ from trtllm_specprefill.serving.control import listen
 from trtllm_specprefill.serving.metrics import TargetMetrics
 from trtllm_specprefill.serving.ranks import end_with_this_process
 from trtllm_specprefill.serving.settings import ServeSettings
+from trtllm_specprefill.serving.turns import Turns
 from trtllm_specprefill.serving.wire import json_tensor, read_json, text_tensor
 from trtllm_specprefill.serving.workers import Answer, AnsweringWorker, loaded_apart
 from trtllm_specprefill.settings import Sampling
@@ -35,6 +36,7 @@ class TritonPythonModel:
         """Load the target; its thread starts."""
         parameters = json.loads(args["model_config"])["parameters"]
         settings = ServeSettings.of(json.loads(parameters["settings"]["string_value"]))
+        control = Path(parameters["control"]["string_value"])
         own = settings.target
         if own.threads:
             torch.set_num_threads(own.threads)
@@ -56,12 +58,13 @@ class TritonPythonModel:
         target = loaded_apart(load) if own.backend == "torch" else load()
         self.target, self.process = target, str(uuid.uuid4())
         self.facts = asdict(target.position_support)
-        self.worker = AnsweringWorker(target, settings.limits.answers)
+        turns = Turns(control) if settings.shares_cores else None
+        self.worker = AnsweringWorker(target, settings.limits.answers, turns)
         self.metrics = TargetMetrics(pb)
         if target.ranks > 1:
             self.watch = end_with_this_process()
         if target.takes_requests:  # else the socket is that of rank 0
-            listen(Path(parameters["control"]["string_value"]), "target", self._told)
+            listen(control, "target", self._told)
 
     def execute(self, requests):
         """Hand plans to the thread, signs of life past it."""

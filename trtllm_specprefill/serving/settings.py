@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from typing_extensions import Self
 
 from trtllm_specprefill.draft.load import DraftFallback, DraftKind
 from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.hardware import choose_device
 from trtllm_specprefill.prompt import read_text
 from trtllm_specprefill.settings import Sampling, Settings
 from trtllm_specprefill.target.load import TargetKind
@@ -184,6 +186,17 @@ class ServeSettings(_Part):
             return False
         asked = self.target.read_ahead
         return self.draft.device != self.target.device if asked is None else asked
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether draft and target compute on the same cores of a CPU."""
+        draft, target = self.draft, self.target
+        if draft.backend == "tensorrt" or target.backend != "torch":
+            return False
+        if any(choose_device(one.device).type != "cpu" for one in (draft, target)):
+            return False
+        cores = len(os.sched_getaffinity(0))
+        return (draft.threads or cores) + (target.threads or cores) > cores
 
     def check_positions(self) -> None:
         """Raise `InputError` when all requests ask for positions that the target has not."""

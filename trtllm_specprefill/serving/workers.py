@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from trtllm_specprefill.errors import Cancelled, DraftFailed, DraftTimeout, Spec
 from trtllm_specprefill.forward import interruptible
 from trtllm_specprefill.importance import Importance
 from trtllm_specprefill.plan import PrunePlan
+from trtllm_specprefill.serving.turns import Turns
 from trtllm_specprefill.settings import Sampling, Settings
 from trtllm_specprefill.target.base import Step, Target
 
@@ -46,11 +47,16 @@ class _Recent:
         return request_id in self._ids
 
 
+def _turn(turns: Turns | None) -> AbstractContextManager[None]:
+    return nullcontext() if turns is None else turns.taken()
+
+
 class ScoringWorker:
     """Scores prompts one after the other: a long one fills the device by itself."""
 
-    def __init__(self, draft: Draft) -> None:
-        self._draft, self._gone = draft, _Recent()
+    def __init__(self, draft: Draft, turns: Turns | None = None) -> None:
+        """turns: at the cores, where the target computes on the same ones."""
+        self._draft, self._turns, self._gone = draft, turns, _Recent()
 
     def cancel(self, request_id: str) -> None:
         """Stop scoring for this request, now or when its turn comes."""
@@ -71,14 +77,16 @@ class ScoringWorker:
         deadline = time.monotonic() + timeout
 
         def check() -> None:
+            if self._turns is not None:
+                self._turns.give_way()
             if request_id in self._gone:
                 raise Cancelled
             if time.monotonic() > deadline:
                 raise DraftTimeout(f"scoring took longer than {timeout:.1f} s")
 
         try:
-            check()
-            with interruptible(check):
+            with _turn(self._turns), interruptible(check):
+                check()
                 return self._draft.score(ids, settings, question)
         except Cancelled:
             return DraftFailed("cancelled")
@@ -131,8 +139,9 @@ class AnsweringWorker:
     decoded in turn; more wait in the order they came.
     """
 
-    def __init__(self, target: Target, answers: int) -> None:
-        self._target, self._answers = target, answers
+    def __init__(self, target: Target, answers: int, turns: Turns | None = None) -> None:
+        """turns: at the cores, where the draft computes on the same ones."""
+        self._target, self._answers, self._turns = target, answers, turns
         self._waiting: deque[Answer] = deque()
         self._heads: deque[NDArray[np.int32]] = deque()
         self._running: list[Answer] = []
@@ -183,7 +192,8 @@ class AnsweringWorker:
             room = self._answers - len(self._running)
             fresh = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
         for head in heads:
-            with suppress(Exception):  # the answer that needs it meets the same, and says so
+            # What it raises, the answer that needs it meets again, and says so.
+            with suppress(Exception), _turn(self._turns):
                 self._target.read_ahead(head)
         for job in fresh:
             self._running.append(job)
@@ -195,12 +205,14 @@ class AnsweringWorker:
         """One step of one answer; the job leaves when it is over, however it ended."""
 
         def check() -> None:
+            if self._turns is not None:
+                self._turns.give_way()
             if job.request_id in self._gone:
                 raise Cancelled
 
         try:
-            check()
-            with interruptible(check):
+            with _turn(self._turns), interruptible(check):
+                check()
                 over = self._step(job)
         except Cancelled:
             job.drop()
