@@ -213,9 +213,11 @@ def test_protections_over_the_budget_are_said(byte_level: Any, text: str) -> Non
         {"keep": 0.5, "max_keep_tokens": 20},
         {"keep": None, "coverage": 0.5, "max_keep_tokens": 20},
     ):
-        got = answered(ScriptedDraft(byte_level), ScriptedTarget(byte_level), text, **how)
+        draft = ScriptedDraft(byte_level)
+        got = answered(draft, ScriptedTarget(byte_level), text, **how)
         assert_dense(got, byte_level, text, Reason.PROTECTED_EXCEEDS_BUDGET)
         assert "budget of 20" in got.plan.detail
+        assert not draft.calls  # no score would change that
 
 
 def test_no_predicted_gain_is_no_pruning(byte_level: Any, text: str) -> None:

@@ -48,7 +48,7 @@ from trtllm_specprefill.plan import (
     resolve_positions,
 )
 from trtllm_specprefill.prompt import Prompt, encode, prepare, tokenizer_difference
-from trtllm_specprefill.selection import select
+from trtllm_specprefill.selection import protected_tokens, select
 from trtllm_specprefill.settings import AMOUNTS, Sampling, Settings
 from trtllm_specprefill.target.base import FinishReason, Step, Target
 from trtllm_specprefill.target.torch import TorchTarget
@@ -369,6 +369,11 @@ class SpecPrefill:
             shared_tokenizer=prompt.shared_tokenizer,
             separator=prompt.settings.separator,
         )
+        separator = self._separator_ids(prompt.settings, positions)
+        limit = prompt.settings.limit(len(prompt.target))
+        if (protected := protected_tokens(prompt, separator.size)) > limit:
+            words = f"{protected} protected tokens exceed the budget of {limit}"
+            return dense_plan(prompt, Reason.PROTECTED_EXCEEDS_BUDGET, words)
         if prompt.head:
             with clock.stage("read_ahead"):
                 self.target.read_ahead(prompt.target.ids[: prompt.head])
@@ -376,13 +381,7 @@ class SpecPrefill:
             importance = self._score(prompt)
         clock.split("draft", importance.seconds)
         with clock.stage("select"):
-            separator = self._separator_ids(prompt.settings, positions)
             kept = select(prompt, importance, separator.size)
-        if kept.protected_exceeds_budget:
-            # Under coverage only a ceiling can be exceeded.
-            most = prompt.settings.max_keep_tokens if kept.budget is None else kept.budget
-            words = f"{kept.tokens} protected tokens exceed the budget of {most}"
-            return dense_plan(prompt, Reason.PROTECTED_EXCEEDS_BUDGET, words)
         with clock.stage("plan"):
             plan = make_plan(prompt, kept, positions, separator)
             remarks = [*self._remarks(prompt, positions), importance.detail]

@@ -73,7 +73,7 @@ def select(prompt: Prompt, importance: Importance, separator_tokens: int = 0) ->
     rules, kept = _protect(prompt)
     budget = settings.budget(n)
     limit = settings.limit(n)
-    used = int(kept.sum()) + separator_tokens * max(_rises(kept, 0, n) - 1, 0)
+    used = _cost(kept, separator_tokens)
     exceeded = used > limit
     if not exceeded:
         assert settings.chunk_tokens is not None
@@ -112,6 +112,16 @@ def select(prompt: Prompt, importance: Importance, separator_tokens: int = 0) ->
         mass=float(scores[rules != 0].sum()) / total if total > 0 else 1.0,
         protected_exceeds_budget=exceeded,
     )
+
+
+def protected_tokens(prompt: Prompt, separator_tokens: int = 0) -> int:
+    """Target tokens that `select` keeps whatever the scores, with the separators they need."""
+    return _cost(_protect(prompt)[1], separator_tokens)
+
+
+def _cost(kept: NDArray[np.bool_], separator_tokens: int) -> int:
+    """What kept target tokens take of a budget, with a separator in every gap between them."""
+    return int(kept.sum()) + separator_tokens * max(_rises(kept, 0, kept.size) - 1, 0)
 
 
 def _protect(prompt: Prompt) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:

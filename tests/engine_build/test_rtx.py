@@ -22,6 +22,9 @@ EMBEDDING = 49152 * 576 * 2  # bytes, in bf16 whatever the precision
 LAYER = 3.54e6  # weights of a layer of SmolLM2-135M
 LAST = 0.33e6  # those of the last layer that window mode runs: its queries and keys
 BYTES = {"bf16": 2, "fp8": 1}
+# Of programs for one layer, for every profile and SM: 0.5 to 2.4 MB in the eight builds below. An
+# FP8 engine whose weights are in bf16 is larger by 3.5 MB a layer.
+PROGRAMS = 3e6
 
 
 @pytest.fixture(scope="module")
@@ -109,4 +112,4 @@ def test_the_whole_draft_and_an_early_exit_are_built(
     check_engine(tmp_path / "engine")
     weights = (tmp_path / "engine" / ENGINE).stat().st_size - EMBEDDING
     run = layers * LAYER if mode == "lookahead" else (layers - 1) * LAYER + LAST
-    assert 0.9 * BYTES[precision] * run < weights < 1.6 * BYTES[precision] * run
+    assert 0.9 * BYTES[precision] * run < weights < BYTES[precision] * run + PROGRAMS * layers
