@@ -80,6 +80,7 @@ def as_model(name: str, module: Any) -> Model:
         module=module.eval(),
         tokenizer=None,
         config=module.config,
+        layers=module.config.num_hidden_layers,
         dtype=torch.float32,
         device=torch.device("cpu"),
         licence="none",

@@ -68,6 +68,7 @@ def random_model(family: str, tokenizer: Any = None, **changes: Any) -> Model:
         module=module,
         tokenizer=tokenizer,
         config=config,
+        layers=config.num_hidden_layers,
         dtype=torch.float32,
         device=torch.device("cpu"),
         licence="none",

@@ -21,9 +21,9 @@ from trtllm_specprefill.draft.capture import capturing
 from trtllm_specprefill.draft.reading import ReadingDraft
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.draft.windows import Windows, cut, shared, whole
-from trtllm_specprefill.errors import ContextTooLong, DraftFailed
+from trtllm_specprefill.errors import ContextTooLong, DraftFailed, InputError
 from trtllm_specprefill.importance import Importance, reference_importance
-from trtllm_specprefill.models import Model
+from trtllm_specprefill.models import Model, load_model
 from trtllm_specprefill.operations import prefill_operations
 from trtllm_specprefill.settings import Settings, Votes
 
@@ -349,3 +349,29 @@ def test_as_many_layers_run_as_reach_one_that_sees_the_whole_window() -> None:
     assert gemma.depth(Settings(draft_window=0).in_force()) == 6
     assert gemma.depth(Settings(draft_layers=3).in_force()) == 3
     assert Known(["full_attention"] * 30).depth(usual) == 8
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
+def test_a_draft_that_stops_early_holds_only_the_layers_it_runs(name: str) -> None:
+    whole_draft = TorchDraft(load_model(name, "float32", "cpu"))
+    in_force = Settings().in_force()
+    depth = whole_draft.depth(in_force)
+    part = TorchDraft(load_model(name, "float32", "cpu", layers=depth))
+    assert part.depth(in_force) == depth == part.model.layers
+    ids = np.random.default_rng().integers(1000, 9000, 700).astype(np.int32)
+    seen, judged = part.score(ids, in_force), whole_draft.score(ids, in_force)
+    np.testing.assert_array_equal(seen.scores, judged.scores)
+    assert (seen.layers, seen.heads) == (judged.layers, judged.heads)
+
+    count = int(part.config.num_hidden_layers)
+    weights = [sum(p.numel() for p in one.model.module.parameters()) for one in (part, whole_draft)]
+    one_layer = sum(p.numel() for p in part.model.module.model.layers[0].parameters())
+    assert weights[1] - weights[0] == (count - depth) * one_layer
+    assert part.operations(700, in_force) == whole_draft.operations(700, in_force)
+
+    for more in (Settings(draft_layers=depth + 1), Settings(scoring="lookahead")):
+        with pytest.raises(DraftFailed, match=f"the first {depth} were loaded"):
+            part.score(ids, more)
+    with pytest.raises(InputError, match=f"1 to {count}"):
+        load_model(name, "float32", "cpu", layers=count + 1)

@@ -37,9 +37,8 @@ def interruptible(check: Callable[[], None]) -> Iterator[None]:
 
 def watch_layers(model: Model) -> None:
     """Let `interruptible` reach this model: its decoder layers look at the check when called."""
-    count = int(model.config.num_hidden_layers)
     for stack in model.module.modules():
-        if isinstance(stack, torch.nn.ModuleList) and len(stack) == count:
+        if isinstance(stack, torch.nn.ModuleList) and len(stack) == model.layers:
             for layer in stack:
                 if _run_check not in layer._forward_pre_hooks.values():
                     layer.register_forward_pre_hook(_run_check)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import re
@@ -70,7 +71,9 @@ class Model:
     tokenizer: Any
     """A fast tokenizer: it gives character offsets."""
     config: Any
-    """The text model's config."""
+    """The text model's config, of all its layers."""
+    layers: int
+    """Decoder layers that were loaded, the first ones."""
     dtype: torch.dtype
     device: torch.device
     licence: str
@@ -97,7 +100,11 @@ class EngineModel:
 
 
 def load_model(
-    name: str, dtype: str = "auto", device: str = "auto", progress: Progress | None = None
+    name: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    progress: Progress | None = None,
+    layers: int | None = None,
 ) -> Model:
     """Load a model and its tokenizer.
 
@@ -110,23 +117,30 @@ def load_model(
             faster, measured once per machine.
         device: `cpu`, `cuda`, `cuda:N`, or `auto`: the GPU if torch sees one.
         progress: told, in a line each, of anything that takes long.
+        layers: load only so many of the first layers, for a draft that stops there; all when None.
 
     Raises:
-        InputError: `model`, `dtype` or `device` cannot be used; says why.
+        InputError: `model`, `dtype`, `device` or `layers` cannot be used; says why.
         FetchFailed: demo weights could not be fetched or stored, or are not the ones expected.
     """
     where = choose_device(device)
     kind = choose_dtype(dtype, where)
     source = _locate(name, progress or _silent)
     tokenizer = _read_tokenizer(source, name)
-    module = _read_weights(source, name, kind).to(where).eval()
-    config = module.config.get_text_config()
+    stated = _read_config(source, name)
+    config = stated.get_text_config()
+    count = config.num_hidden_layers
+    if layers is not None and not 1 <= layers <= count:
+        raise InputError("layers", layers, f"1 to {count}, the layers of {name}")
+    first = _first_layers(stated, layers or count)
+    module = _read_weights(source, name, kind, first).to(where).eval()
     folder = _folder_of(source)
     return Model(
         name=name,
         module=module,
         tokenizer=tokenizer,
         config=config,
+        layers=layers or count,
         dtype=kind,
         device=where,
         licence=_licence(folder),
@@ -149,9 +163,7 @@ def load_config(name: str, progress: Progress | None = None) -> Any:
 
     Raises what `load_model` raises.
     """
-    source = _locate(name, progress or _silent)
-    with _reading(source, name, "a model with a config that transformers reads"):
-        config = AutoConfig.from_pretrained(source).get_text_config()
+    config = _read_config(_locate(name, progress or _silent), name).get_text_config()
     _context_length(config, name)
     return config
 
@@ -245,10 +257,25 @@ def _read_tokenizer(source: str, name: str) -> Any:
     return tokenizer
 
 
-def _read_weights(source: str, name: str, kind: torch.dtype) -> Any:
+def _read_config(source: str, name: str) -> Any:
+    with _reading(source, name, "a model with a config that transformers reads"):
+        return AutoConfig.from_pretrained(source)
+
+
+def _first_layers(config: Any, layers: int) -> Any:
+    """A copy of a model's config that ends after `layers` layers."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    return config
+
+
+def _read_weights(source: str, name: str, kind: torch.dtype, config: Any) -> Any:
     with _reading(source, name, "a causal language model that transformers reads"):
         module, report = AutoModelForCausalLM.from_pretrained(
-            source, dtype=kind, output_loading_info=True
+            source, config=config, dtype=kind, output_loading_info=True
         )
     check_complete(report, name)
     return module

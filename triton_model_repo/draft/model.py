@@ -36,6 +36,7 @@ class TritonPythonModel:
             dtype=own.dtype,
             device=own.device,
             threads=own.threads,
+            layers=own.layers,
             cache_mib=own.cache_mib,
         )
         self.worker = ScoringWorker(draft, Turns(control) if settings.shares_cores else None)

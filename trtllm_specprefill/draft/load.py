@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -33,6 +34,7 @@ def load_draft(
     dtype: str = "auto",
     device: str = "auto",
     threads: int | None = None,
+    layers: int | None = None,
     cache_mib: int = 0,
     progress: Progress | None = None,
 ) -> Draft:
@@ -47,6 +49,7 @@ def load_draft(
             draft that fails every time, so that prompts are read in full, `none` raises.
         dtype: of `torch`. device: where it runs.
         threads: of an engine on a CPU; all cores when None.
+        layers: of `torch`: load only so many of the first, see `load_model`.
         cache_mib: mebibytes of what is kept between prompts, see `cache`: of `torch` the keys and
             values of windows, and of every kind scores, at most a sixteenth of it.
         progress: told, in a line each, of anything that takes long, and of a fallback.
@@ -60,23 +63,29 @@ def load_draft(
     if fallback not in get_args(DraftFallback):
         raise InputError("fallback", fallback, "one of " + ", ".join(get_args(DraftFallback)))
     keep = cache_mib << 20
-    draft = _load(kind, model, path, fallback, dtype, device, threads, keep, progress)
+
+    def torch_draft(name: str) -> Draft:
+        from trtllm_specprefill.draft.torch import TorchDraft
+
+        return TorchDraft(load_model(name, dtype, device, progress, layers), keep)
+
+    if kind == "torch":
+        return remembering(torch_draft(model), keep)
+    draft = _engine_or(torch_draft, kind, model, path, fallback, device, threads, progress)
     return remembering(draft, keep)
 
 
-def _load(
+def _engine_or(
+    torch_draft: Callable[[str], Draft],
     kind: str,
     model: str,
     path: str,
     fallback: str,
-    dtype: str,
     device: str,
     threads: int | None,
-    keep: int,
     progress: Progress | None,
 ) -> Draft:
-    if kind == "torch":
-        return _torch(model, dtype, device, keep, progress)
+    """An engine, or what stands in its place."""
     try:
         return _engine(kind, model, path, device, threads, progress)
     except SpecPrefillError as error:
@@ -88,7 +97,7 @@ def _load(
             progress(words)
         model = model or DraftManifest.read(path).model
         if fallback == "torch":
-            return Substitute(_torch(model, dtype, device, keep, progress), words)
+            return Substitute(torch_draft(model), words)
         return UnusableDraft(engine_model(model, progress), str(error))
 
 
@@ -138,12 +147,6 @@ class UnusableDraft(Draft):
     def operations(self, tokens: int, settings: Settings) -> float:
         """Nothing: it does not score."""
         return 0.0
-
-
-def _torch(model: str, dtype: str, device: str, keep: int, progress: Progress | None) -> Draft:
-    from trtllm_specprefill.draft.torch import TorchDraft
-
-    return TorchDraft(load_model(model, dtype, device, progress), keep)
 
 
 def _engine(

@@ -60,7 +60,14 @@ class TorchDraft(ReadingDraft):
     ) -> Importance:
         """See `Draft.score`. Look-ahead is greedy and stops at the model's own EOS ids."""
         settings = settings.in_force()
-        if settings.scoring == "lookahead":
+        ahead = settings.scoring == "lookahead"
+        asked = int(self.config.num_hidden_layers) if ahead else self.depth(settings)
+        if asked > self.model.layers:
+            raise DraftFailed(
+                f"{asked} layers of draft {self.name} are asked for and the first"
+                f" {self.model.layers} were loaded"
+            )
+        if ahead:
             return self._look_ahead(ids, settings)
         return self._read_windows(ids, settings, question)
 

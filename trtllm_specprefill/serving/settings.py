@@ -44,6 +44,12 @@ class DraftSettings(ModelSettings):
         description="in the place of an engine that cannot be used: torch, the model itself;"
         " dense, prompts are read in full; none, the server does not start",
     )
+    layers: int | None = Field(
+        default=None,
+        ge=1,
+        description="of torch: first layers that are loaded, all when absent; a draft that stops"
+        " there needs no more, and requests for more, or for look-ahead, are answered in full",
+    )
     cache_mib: int = Field(
         default=256,
         ge=0,
