@@ -23,6 +23,7 @@ import torch
 import typer
 from rich.console import Console
 
+from perf.options import Draft_, Positions_
 from trtllm_specprefill import cli
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import DraftFailed
@@ -50,7 +51,7 @@ _screen = Console(stderr=True, highlight=False)
 
 @app.command(epilog="Example: python -m perf.bench --rounds 5 --out perf/results")
 def bench(
-    draft: Annotated[str, typer.Option(help="Model that scores.")] = "smollm2-135m",
+    draft: Draft_ = "smollm2-135m",
     target: Annotated[str, typer.Option(help="Model that answers.")] = "smollm2-135m",
     tokens: Annotated[list[int], typer.Option(help="Prompt lengths; repeatable.")] = [  # noqa: B006
         3000,
@@ -66,9 +67,7 @@ def bench(
         int, typer.Option(help="Length of the prompt that is selected from and planned.")
     ] = 1_000_000,
     keep: Annotated[float, typer.Option(help="Keep rate.")] = 0.1,
-    positions: Annotated[
-        str, typer.Option(help="A target this small reads contiguous positions better.")
-    ] = "contiguous",
+    positions: Positions_ = "contiguous",
     dtype: cli.Dtype_ = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")] = 5,
     out: Annotated[Path, typer.Option(help="Folder of the JSON result.")] = Path("perf/results"),

@@ -17,6 +17,7 @@ import typer
 from numpy.typing import NDArray
 from rich.console import Console
 
+from perf.options import Seed_
 from perf.recall import planted
 from trtllm_specprefill import cli
 from trtllm_specprefill.draft.load import load_draft
@@ -44,7 +45,7 @@ def fp8(
     needles: Annotated[int, typer.Option(min=1, help="Per length, form and kind of facts.")] = 2,
     form: Annotated[list[str], typer.Option(help="As for perf.recall.")] = ["message", "turns"],  # noqa: B006
     keep: Annotated[list[float], typer.Option(help="Keep rates; repeatable.")] = [0.05, 0.1],  # noqa: B006
-    seed: Annotated[int, typer.Option(help="Of passages and facts.")] = 0,
+    seed: Seed_ = 0,
     out: Annotated[
         Path | None,
         typer.Option(help="The report, written after every prompt; the same command goes on."),

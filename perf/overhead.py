@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from perf.options import Config_, Keeps_, Positions_, Seed_, Tokens_, Url_
 from perf.served import OFF, knobs, prompts, running
 from trtllm_specprefill import cli
 from trtllm_specprefill.draft.torch import TorchDraft
@@ -33,22 +34,16 @@ _screen = Console(stderr=True, highlight=False)
 
 @app.command(epilog="Example: python -m perf.overhead --tokens 1500 --rounds 9")
 def overhead(
-    tokens: Annotated[list[int], typer.Option(min=100, help="Prompt lengths; repeatable.")] = [  # noqa: B006
+    tokens: Tokens_ = [  # noqa: B006
         600,
         3000,
     ],
-    keep: Annotated[list[str], typer.Option(help="Keep rates, or off; repeatable.")] = [OFF, "0.3"],  # noqa: B006
+    keep: Keeps_ = [OFF, "0.3"],  # noqa: B006
     rounds: Annotated[int, typer.Option(min=1, help="Pairs of each cell.")] = 9,
-    positions: Annotated[
-        str, typer.Option(help="A target this small reads contiguous positions better.")
-    ] = "contiguous",
-    seed: Annotated[int, typer.Option(help="Of passages and facts.")] = 0,
-    url: Annotated[
-        str | None, typer.Option(help="host:port, gRPC, of a running server; else one is started.")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Settings of the server to start, as YAML.")
-    ] = None,
+    positions: Positions_ = "contiguous",
+    seed: Seed_ = 0,
+    url: Url_ = None,
+    config: Config_ = None,
     out: Annotated[Path, typer.Option(help="Folder of the JSON result.")] = Path("perf/results"),
 ) -> None:
     """Measure, print a line for each cell, and write `serving_overhead.json`."""

@@ -18,6 +18,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from perf.options import Draft_, Seed_
 from trtllm_specprefill import cli
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import InputError
@@ -40,7 +41,7 @@ _screen = Console(stderr=True, highlight=False)
 )
 def recall(
     arm: Annotated[list[str], typer.Option(metavar="NAME=JSON", help="Settings; repeatable.")],
-    draft: Annotated[str, typer.Option(help="Model that scores.")] = "smollm2-135m",
+    draft: Draft_ = "smollm2-135m",
     target: Annotated[
         str | None,
         typer.Option(help="Model whose template and tokens it is about; the draft when absent."),
@@ -52,7 +53,7 @@ def recall(
     needles: Annotated[int, typer.Option(min=1, help="Per length, form and facts.")] = 3,
     form: Annotated[list[str], typer.Option(help=f"Some of {', '.join(FORMS)}.")] = list(FORMS),  # noqa: B006
     keep: Annotated[list[float], typer.Option(help="Keep rates; repeatable.")] = [0.05, 0.1],  # noqa: B006
-    seed: Annotated[int, typer.Option(help="Of passages and facts.")] = 0,
+    seed: Seed_ = 0,
     document: Annotated[
         Path | None, typer.Option(help="Haystack; the Debian handbook when absent.")
     ] = None,

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from perf import sweep_report
 from perf.analyzer import Analyzer, Seen, find, load
+from perf.options import Config_, Keeps_, Positions_, Seed_, Tokens_, Url_
 from perf.served import OFF, knobs, prompts, running
 from trtllm_specprefill import cli
 from trtllm_specprefill.errors import InputError
@@ -57,12 +58,12 @@ class Piece:
 
 @app.command(epilog="Example: python -m perf.sweep --tokens 1500 --keep off --keep 0.1")
 def sweep(
-    tokens: Annotated[list[int], typer.Option(min=100, help="Prompt lengths; repeatable.")] = [  # noqa: B006
+    tokens: Tokens_ = [  # noqa: B006
         600,
         1500,
         3000,
     ],
-    keep: Annotated[list[str], typer.Option(help="Keep rates, or off; repeatable.")] = [  # noqa: B006
+    keep: Keeps_ = [  # noqa: B006
         OFF,
         "0.3",
         "0.1",
@@ -71,16 +72,10 @@ def sweep(
     requests: Annotated[int, typer.Option(min=1, help="Requests of a cell in a round.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Visits to every cell.")] = 2,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 16,
-    positions: Annotated[
-        str, typer.Option(help="A target this small reads contiguous positions better.")
-    ] = "contiguous",
-    seed: Annotated[int, typer.Option(help="Of passages and facts.")] = 0,
-    url: Annotated[
-        str | None, typer.Option(help="host:port, gRPC, of a running server; else one is started.")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Settings of the server to start, as YAML.")
-    ] = None,
+    positions: Positions_ = "contiguous",
+    seed: Seed_ = 0,
+    url: Url_ = None,
+    config: Config_ = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("build/sweep"),
 ) -> None:
     """Measure what is not measured yet; write JSON, CSV, plots and a report."""
