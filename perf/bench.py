@@ -3,14 +3,13 @@
 Times are medians over rounds in one process, each round answering the same prompt dense, pruned
 by the paper's draft (every layer, whole prompt, look-ahead) and pruned by the fast one (windows,
 first layers). Every round also multiplies two matrices of the draft's sizes: a stage's
-operations over that rate are its floor. Memory is read from processes of their own, since a
-peak cannot be reset.
+operations over that rate are its floor. Memory is read from processes of their own, from the end of
+loading on: loading peaks higher than scoring does.
 """
 
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -115,7 +114,7 @@ def bench(
     for peak_of in grown:
         print(
             f"scoring {peak_of['tokens']} tokens: {peak_of['seconds']:.2f} s,"
-            f" peak {peak_of['peak_mib']:.0f} MiB"
+            f" peak {peak_of['peak_mib']:.0f} MiB, {peak_of['loaded_mib']:.0f} before"
         )
     print(
         f"second turn after {second['known_tokens']} tokens: TTFT {second['warm_ttft_s']:.2f} s,"
@@ -291,7 +290,10 @@ def _matrix_rate(config: Any, dtype: torch.dtype) -> float:
 
 
 def _alone(draft: str, dtype: str, tokens: int, what: str, rounds: int = 1) -> dict[str, float]:
-    """Peak resident memory and time of loading, of a prefill, or of scoring, in a process."""
+    """Time and memory of a prefill or of scoring, in a process of its own; of loading for `load`.
+
+    loaded_mib: resident memory before. peak_mib: the most of it from then on.
+    """
     _say(f"{what} at {tokens} tokens, alone")
     done = subprocess.run(
         [
@@ -312,6 +314,7 @@ def _peak(draft: str, dtype: str, tokens: int, what: str, rounds: int) -> dict[s
     scorer = TorchDraft(model)
     ids = encode(model.tokenizer, haystack()[: tokens * 8], special=True).ids[:tokens]
     seconds = []
+    loaded = _resident()
     for _ in range(rounds):
         started = time.perf_counter()
         if what in DRAFTS:
@@ -322,8 +325,17 @@ def _peak(draft: str, dtype: str, tokens: int, what: str, rounds: int) -> dict[s
     return {
         "tokens": len(ids),
         "seconds": statistics.median(seconds),
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "loaded_mib": loaded["VmRSS"],
+        "peak_mib": _resident()["VmHWM"],
     }
+
+
+def _resident() -> dict[str, float]:
+    """Resident memory of this process now, and its peak since this was last asked, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = {name: line.split() for line in lines for name in ("VmRSS", "VmHWM") if name in line}
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    return {name: int(words[1]) / 1024 for name, words in found.items()}
 
 
 def _prefill(model: Model, ids: Any) -> None:
