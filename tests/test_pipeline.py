@@ -232,6 +232,13 @@ def test_no_predicted_gain_is_no_pruning(byte_level: Any, text: str) -> None:
     )
     draft.cost = 80.0
     assert answered(draft, ScriptedTarget(byte_level), text).plan.reason is Reason.PRUNED
+    # What coverage will keep is known afterwards, unless it has a ceiling.
+    draft.cost, some = 6.0, {"keep": None, "coverage": 0.5, "min_gain": 1.0}
+    free = answered(draft, ScriptedTarget(byte_level), text, **some)
+    assert free.plan.reason is Reason.PRUNED
+    n = len(free.prompt.target)
+    bounded = answered(draft, ScriptedTarget(byte_level), text, **some, max_keep_tokens=n - 1)
+    assert bounded.plan.reason is Reason.PREDICTED_NO_GAIN
 
 
 def _nan(scores: Any) -> Any:

@@ -281,6 +281,59 @@ def test_a_template_that_looks_into_its_messages_still_shows_where_they_are(
     assert words_of(prompt, "control") == ["[", "]"]
 
 
+@pytest.mark.parametrize(
+    ("written", "quote"), [("m.content | tojson", '"'), ("m.content | replace('  ', ' ')", "")]
+)
+def test_a_body_that_the_template_writes_otherwise_is_still_a_body_and_pruned(
+    byte_level: Any, written: str, quote: str
+) -> None:
+    # Llama 3.1 writes tool results as JSON, Falcon takes out empty lines.
+    other = copy.deepcopy(byte_level)
+    other.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'user' %}{{ "
+        + written
+        + " }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant"
+    )
+    long = 'He said "no".  ' + lengthy(300)
+    messages = [
+        {"role": "user", "content": long},
+        {"role": "assistant", "content": "Well."},
+        {"role": "user", "content": "And?  Now?"},
+    ]
+    prompt = prepare(messages, target_tokenizer=other)
+    edge = "<|im_end|>\n<|im_start|>"
+    assert words_of(prompt, "control") == [
+        f"<|im_start|>user\n{quote}",
+        f"{quote}{edge}assistant\n",
+        f"{edge}user\n{quote}",
+        f"{quote}{edge}assistant",
+    ]
+    assert long not in prompt.text
+    kept, _ = pruned(prompt)
+    assert not kept.protected_exceeds_budget
+
+
+def test_a_template_that_refuses_an_empty_list_of_calls_is_no_reason_to_refuse_calls(
+    byte_level: Any,
+) -> None:
+    # As Llama 3.1's does.
+    one = copy.deepcopy(byte_level)
+    one.chat_template = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+        "{{ raise_exception('only single tool-calls') }}{% endif %}"
+        "[{{ m.tool_calls[0].function.name }}({{ m.tool_calls[0].function.arguments | tojson }})]"
+        "{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    )
+    for arguments, shown in (('{"key": 5}', '{"key": 5}'), ("", "{}"), ({"key": 5}, '{"key": 5}')):
+        call = {"type": "function", "function": {"name": "look_up", "arguments": arguments}}
+        messages = [
+            {"role": "user", "content": "Look it up."},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "rows", "tool_call_id": "1"},
+        ]
+        assert f"[look_up({shown})]" in prepare(messages, target_tokenizer=one).text
+
+
 def test_system_and_developer_messages_are_kept_whole_by_default(byte_level: Any) -> None:
     messages = [
         {"role": "system", "content": "Be brief. 简短。"},
@@ -348,6 +401,14 @@ def test_messages_and_texts_that_the_caller_marks_are_kept(byte_level: Any) -> N
     ]
     prompt = prepare(messages, target_tokenizer=byte_level, protect=["DO NOT CUT"])
     assert words_of(prompt, "marked") == ["A marked turn, 标记.", "DO NOT CUT", "DO NOT CUT"]
+
+
+def test_texts_to_protect_may_overlap_themselves(byte_level: Any) -> None:
+    prompt = prepare("a ha ha ha b", target_tokenizer=byte_level, protect=["ha ha"])
+    kept = "".join(prompt.text[s.start : s.end] for s in prompt.protected if s.rule == "marked")
+    assert kept in ("ha ha ha", "ha haha ha")
+    marked = {i for s in prompt.protected if s.rule == "marked" for i in range(s.start, s.end)}
+    assert marked == set(range(2, 10))
 
 
 @pytest.mark.parametrize("piece", ["", "not in there"])
@@ -541,10 +602,13 @@ def test_malformed_messages_are_refused_in_one_line_that_names_the_place(
     assert "\n" not in str(caught.value)
 
 
-def test_text_parts_are_read_as_one_text(byte_level: Any) -> None:
-    parts = [{"type": "text", "text": "One "}, {"type": "text", "text": "two 三"}]
+def test_text_parts_are_read_as_lines_of_one_text(byte_level: Any) -> None:
+    question, document = "Who signed the two 三?", lengthy(80)
+    parts = [{"type": "text", "text": document}, {"type": "text", "text": question}]
     prompt = prepare([{"role": "user", "content": parts}], target_tokenizer=byte_level)
-    assert "One two 三" in prompt.text
+    assert f"{document}\n{question}" in prompt.text
+    asked = prompt.text[prompt.target.starts[prompt.question[0]] :]
+    assert asked.lstrip().startswith(question)
 
 
 @pytest.mark.parametrize("text", ["", "x"])

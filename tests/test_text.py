@@ -81,6 +81,21 @@ def test_a_character_left_incomplete_at_the_end_is_shown_as_such(tokenizer: Any)
     assert pieces[-1].startswith(REPLACEMENT)
 
 
+@given(text=st.text("aé寿🙂 ", max_size=8), cut=st.integers(1, 3), after=st.sampled_from(["", "x"]))
+@example("你好", 2, "")
+@example("🙂", 1, "x")
+def test_a_character_that_was_shown_is_not_shown_again_where_bytes_fit_no_character(
+    metaspace: Any, text: str, cut: int, after: str
+) -> None:
+    # Of a run of bytes, one of which fits no character, a SentencePiece decoder spells none.
+    broken = metaspace.encode("🙂", add_special_tokens=False)[-4:][:cut]
+    ids = metaspace.encode(text, add_special_tokens=False) + broken
+    ids += metaspace.encode(after, add_special_tokens=False) if after else []
+    got = "".join(streamed(metaspace, ids))
+    assert got.replace(REPLACEMENT, "").split() == (text + " " * bool(after) + after).split()
+    assert got.count(REPLACEMENT) == cut
+
+
 @given(
     before=texts(max_pieces=5),
     stop=texts(min_pieces=1, max_pieces=2),

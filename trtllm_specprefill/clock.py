@@ -36,3 +36,8 @@ class Clock:
         rest = self.stages.pop(name) - sum(parts.values())
         self.stages.update(parts)
         self.stages[name] = max(rest, 0.0)
+
+
+def decode_rate(tokens: int, seconds: float) -> float | None:
+    """Tokens after the first per second of decoding; None for an answer that came at once."""
+    return (tokens - 1) / seconds if tokens > 1 and seconds > 0 else None

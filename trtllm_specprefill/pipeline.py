@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_specprefill.cache import remembering
-from trtllm_specprefill.clock import Clock
+from trtllm_specprefill.clock import Clock, decode_rate
 from trtllm_specprefill.draft.base import Draft
 from trtllm_specprefill.draft.load import engine_kind, load_draft
 from trtllm_specprefill.draft.torch import TorchDraft
@@ -112,10 +112,8 @@ class Generation:
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Tokens after the first per second of decoding; None for an answer of one token."""
-        if len(self.token_ids) < 2:
-            return None
-        return (len(self.token_ids) - 1) / self.stages["decode"]
+        """See `clock.decode_rate`."""
+        return decode_rate(len(self.token_ids), self.stages["decode"])
 
     def report(self) -> dict[str, Any]:
         """The same as plain JSON values, as the command line and the server print it."""
@@ -353,10 +351,13 @@ class SpecPrefill:
         if n < settings.threshold:
             words = f"{n} tokens are fewer than the threshold of {settings.threshold}"
             return Reason.BELOW_THRESHOLD, words
-        gain = self.predicted_gain(prompt) if settings.min_gain else 0.0
-        if gain < settings.min_gain:
-            words = f"the predicted gain of {gain:.2f} is below min_gain ({settings.min_gain})"
-            return Reason.PREDICTED_NO_GAIN, words
+        # Under coverage without a ceiling nobody knows how much will be kept.
+        known = settings.budget(n) is not None or settings.max_keep_tokens is not None
+        if settings.min_gain and known:
+            gain = self.predicted_gain(prompt)
+            if gain < settings.min_gain:
+                words = f"the predicted gain of {gain:.2f} is below min_gain ({settings.min_gain})"
+                return Reason.PREDICTED_NO_GAIN, words
         return None
 
     def _pruned(self, prompt: Prompt, sampling: Sampling, clock: Clock) -> PrunePlan:

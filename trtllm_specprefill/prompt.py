@@ -320,7 +320,7 @@ def _occurrences(field: str, text: str, piece: str) -> list[Span]:
     start = text.find(piece)
     while start >= 0:
         found.append(Span(start, start + len(piece), "marked"))
-        start = text.find(piece, start + len(piece))
+        start = text.find(piece, start + 1)  # occurrences may overlap
     if not found:
         raise InputError(field, piece, "texts that occur in the prompt")
     return found
@@ -373,12 +373,12 @@ def _render(
         )
     shown = [_for_template(m, f"messages[{i}]") for i, m in enumerate(messages)]
     text = _apply(tokenizer, shown, tools)
-    if tools and text == _apply(tokenizer, shown, None):
+    if tools and _renders(tokenizer, text, shown, None):
         raise InputError("tools", "tool definitions", "none: this chat template drops them")
     for i, message in enumerate(shown):
         if message.get("tool_calls"):
             without = {**message, "tool_calls": [], "content": message.get("content") or ""}
-            if text == _apply(tokenizer, [*shown[:i], without, *shown[i + 1 :]], tools):
+            if _renders(tokenizer, text, [*shown[:i], without, *shown[i + 1 :]], tools):
                 allowed = "none: this chat template drops them"
                 raise InputError(f"messages[{i}].tool_calls", "tool calls", allowed)
     spoken = [i for i, m in enumerate(shown) if str(m.get("content") or "").strip()]
@@ -405,19 +405,26 @@ _MARKER = "\ue000\ue001"
 
 
 def _walk(text: str, pieces: list[str], bodies: list[str]) -> list[tuple[int, int]] | None:
-    """Follow the template's pieces through `text`; None where it does not go that way."""
+    """Follow the template's pieces through `text`; None where it does not go that way.
+
+    A body that the template rewrote ends where the template's next piece begins.
+    """
     if len(pieces) != len(bodies) + 1 or not text.startswith(pieces[0]):
         return None
     places = []
     cursor = len(pieces[0])
-    for body, piece in zip(bodies, pieces[1:], strict=True):
+    for i, (body, piece) in enumerate(zip(bodies, pieces[1:], strict=True)):
         for form in (body, body.strip()):  # templates keep or strip the white space around
             if text.startswith(form + piece, cursor):
+                end = cursor + len(form)
                 break
         else:
-            return None
-        places.append((cursor, cursor + len(form)))
-        cursor += len(form) + len(piece)
+            last = i == len(bodies) - 1
+            end = len(text) - len(piece) if last else text.find(piece, cursor)
+            if not piece.strip() or end < cursor or not text.startswith(piece, end):
+                return None
+        places.append((cursor, end))
+        cursor = end + len(piece)
     return places if cursor == len(text) else None
 
 
@@ -475,17 +482,32 @@ def _for_template(message: _Message, where: str) -> dict[str, Any]:
     """The message as chat templates expect it: text content, tool arguments as objects."""
     out = message.model_dump(exclude={"protect"}, exclude_none=True)
     if isinstance(message.content, list):
-        out["content"] = "".join(part["text"] for part in message.content)
+        # As vLLM and TensorRT-LLM join them: a document and a question stay two lines.
+        out["content"] = "\n".join(part["text"] for part in message.content)
     for j, call in enumerate(out.get("tool_calls", [])):
         function, field = call.get("function"), f"{where}.tool_calls[{j}].function"
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InputError(field, function, "an object with a name and arguments")
         if isinstance(function.get("arguments"), str):
             try:
-                function["arguments"] = json.loads(function["arguments"])
+                # A call without arguments has an empty text in some clients.
+                function["arguments"] = json.loads(function["arguments"].strip() or "{}")
             except json.JSONDecodeError:
                 raise InputError(f"{field}.arguments", function["arguments"], "JSON") from None
     return out
+
+
+def _renders(
+    tokenizer: Any,
+    text: str,
+    messages: list[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+) -> bool:
+    """Whether these messages too become `text`; a template that refuses them looks at them."""
+    try:
+        return text == _apply(tokenizer, messages, tools)
+    except InputError:
+        return False
 
 
 def _apply(

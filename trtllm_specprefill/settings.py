@@ -179,7 +179,7 @@ class Settings(_Knobs):
     min_gain: float = _knob(
         0.0,
         "do not prune when the predicted dense-to-pruned ratio of operations, draft and all,"
-        " is below this; 0 always prunes",
+        " is below this; 0 always prunes, and so does coverage without max_keep_tokens",
         "a number >= 0",
         ge=0,
     )

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from trtllm_specprefill.clock import decode_rate
 from trtllm_specprefill.errors import (
     Cancelled,
     ContextTooLong,
@@ -33,6 +34,7 @@ from trtllm_specprefill.errors import (
 from trtllm_specprefill.forward import _check
 from trtllm_specprefill.importance import Importance
 from trtllm_specprefill.plan import PrunePlan, Reason
+from trtllm_specprefill.serving import orchestrator
 from trtllm_specprefill.serving.client import RequestFailed, stream
 from trtllm_specprefill.serving.control import check_folder, listen, tell
 from trtllm_specprefill.serving.metrics import OrchestratorMetrics
@@ -153,6 +155,29 @@ def test_a_failing_answer_leaves_the_others_alone(key: int) -> None:
     assert all(client.ended.wait(30) for client in clients)
     assert "out of memory" in (clients[1].error or "") or "a bug" in (clients[1].error or "")
     assert [clients[0].texts, clients[2].texts] == [["1 ", "2 ", "3 "]] * 2
+
+
+@pytest.mark.parametrize("key", [1, 13])
+def test_a_server_that_takes_no_response_ends_one_answer_and_not_the_thread(key: int) -> None:
+    worker = AnsweringWorker(CountingTarget(), answers=2)  # type: ignore[arg-type]
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("no memory to share")
+
+    broken, after = Client(key, 3), Client(2, 2)
+    broken.job.send = broken.job.fail = refuse
+    worker.submit(broken.job)
+    assert worker.wait(broken.job.request_id, 30) == "done"
+    worker.submit(after.job)
+    assert after.ended.wait(30)
+    assert after.error is None
+
+
+def test_an_answer_that_comes_at_once_has_no_rate_of_decoding() -> None:
+    assert decode_rate(3, 0.5) == 4.0
+    assert decode_rate(1, 0.5) is None
+    assert decode_rate(2, 0.0) is None
+    assert decode_rate(2, -0.001) is None  # the wall clock was put back
 
 
 @pytest.mark.parametrize("moment", ["before", "waiting", "inside a pass"])
@@ -304,7 +329,7 @@ def test_a_head_is_read_before_the_answers_that_come_after_it_and_may_fail() -> 
     target = Ahead()
     worker: Any = AnsweringWorker(target, 1)  # type: ignore[arg-type]
     for key in (1, 2, 3):
-        worker.read_ahead(np.array([key], dtype=np.int32))
+        worker.read_ahead(f"request {key}", np.array([key], dtype=np.int32))
         client = Client(key, 1)
         worker.submit(client.job)
         assert client.ended.wait(10)
@@ -326,7 +351,10 @@ def test_the_orchestrator_tells_the_target_of_a_head_where_the_two_have_their_ow
         told.clear()
         settings = ServeSettings.of({"target": target})
         pipeline = Orchestrator(settings, lambda _: {}, tell_target)._pipeline
+        token = orchestrator._in_flight.set(orchestrator.InFlight("one", lambda: False))
         pipeline.target.read_ahead(np.array([5, 6], dtype=np.int32))
+        orchestrator._in_flight.reset(token)
+        assert {message["id"] for message in told} <= {"one"}
         return [message["ids"] for message in told]
 
     assert head() == []

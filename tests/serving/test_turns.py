@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.serving.test_steps import Client, CountingTarget, ScriptedDraft, scored
 from trtllm_specprefill.forward import check_interrupted
@@ -36,7 +37,7 @@ def together(*work: Callable[[], None]) -> None:
 def test_each_is_alone_and_none_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "SLICE", 0.0)
+    monkeypatch.setattr(turns, "PATIENCE", 60.0)
     inside: list[int] = []
     order: list[int] = []
     begun = threading.Barrier(3)
@@ -44,68 +45,121 @@ def test_each_is_alone_and_none_is_passed_over(
     def work(name: int) -> None:
         mine = Turns(tmp_path)
         begun.wait(30)
-        with mine.taken():
-            for _ in range(40):
-                inside.append(name)
-                time.sleep(0.0005)
-                assert inside == [name]
-                inside.remove(name)
-                order.append(name)
-                mine.give_way()
+        mine.take()
+        for _ in range(30):
+            inside.append(name)
+            time.sleep(0.001)
+            assert inside == [name]
+            inside.remove(name)
+            order.append(name)
+            mine._since, mine._waited = 0.0, 0.0  # this turn has lasted
+            mine.give_way()
+        mine.leave()
 
     together(*(lambda name=name: work(name) for name in range(3)))  # type: ignore[misc]
-    assert len(order) == 120
-    # While all three want to, none goes twice in a row; who has just begun may once.
-    all_there = order[: min(len(order) - 1 - order[::-1].index(name) for name in range(3))]
-    repeats = [len(list(run)) for _, run in groupby(all_there)]
-    assert max(repeats) <= 2
-    assert sum(repeat == 2 for repeat in repeats) <= 3
+    assert len(order) == 90
+    # While all three want to, whoever gave way is not the next: another was in line.
+    all_there = order[3 : min(len(order) - 1 - order[::-1].index(name) for name in range(3))]
+    assert max(len(list(run)) for _, run in groupby(all_there)) == 1
 
 
-def test_a_turn_lasts_until_its_slice_is_over(tmp_path: Path) -> None:
-    first, second, passed = Turns(tmp_path), Turns(tmp_path), threading.Event()
-
+def waiting(other: Turns, passed: threading.Event) -> threading.Thread:
     def wait_for_a_turn() -> None:
-        with second.taken():
-            passed.set()
+        other.take()
+        passed.set()
+        other.leave()
 
-    with first.taken():
-        waiting = threading.Thread(target=wait_for_a_turn)
-        waiting.start()
-        first._since = time.monotonic() + 60
+    thread = threading.Thread(target=wait_for_a_turn)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("waited", [0.0, 5.0])
+def test_a_turn_lasts_as_long_as_it_was_waited_for(tmp_path: Path, waited: float) -> None:
+    first, second, passed = Turns(tmp_path), Turns(tmp_path), threading.Event()
+    first.take()
+    first.take()  # once is enough
+    thread = waiting(second, passed)
+    first._waited = waited
+    first._since = time.monotonic() + 60 - max(turns.SLICE, waited)
+    first.give_way()
+    assert not passed.wait(0.1)
+    first._since -= 61
+    while not passed.is_set():  # the other may not have come to the line yet
         first.give_way()
-        assert not passed.wait(0.1)
-        first._since = 0.0
-        while not passed.is_set():  # the other may not have come to the line yet
-            first.give_way()
-    waiting.join(30)
+        first._since = first._waited = 0.0
+    first.leave()
+    thread.join(30)
 
 
-def test_a_process_that_dies_gives_its_turn_back(tmp_path: Path) -> None:
+def test_one_that_never_gives_way_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "PATIENCE", 0.05)
+    hangs, mine, next_in_line = Turns(tmp_path), Turns(tmp_path), Turns(tmp_path)
+    hangs.take()
+    for other in (mine, next_in_line, mine):
+        other.take()
+        assert not other._taken
+        assert other._patience == turns.SLICE
+        other.leave()
+    hangs.leave()
+    mine.take()
+    assert mine._taken
+    assert mine._patience == turns.PATIENCE
+    mine.leave()
+
+
+def test_a_process_that_dies_gives_its_turn_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "PATIENCE", 600.0)
     code = (
         "import sys, time; from pathlib import Path\n"
         "from trtllm_specprefill.serving.turns import Turns\n"
-        "with Turns(Path(sys.argv[1])).taken():\n"
-        "    print('taken', flush=True); time.sleep(600)\n"
+        "Turns(Path(sys.argv[1])).take()\n"
+        "print('taken', flush=True); time.sleep(600)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"taken\n"
+        mine, passed = Turns(tmp_path), threading.Event()
+        thread = waiting(mine, passed)
+        assert not passed.wait(0.05)
         child.kill()
-    with Turns(tmp_path).taken():
-        pass
+    assert passed.wait(60)
+    thread.join(30)
+
+
+class Slow(CountingTarget):
+    """Computes for a while in every step, and in every head it reads."""
+
+    def __init__(self, compute: Callable[[str], None]) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def stream(self, plan: Any, sampling: Any) -> Any:
+        for step in super().stream(plan, sampling):
+            self.compute("target")
+            yield step
+
+    def read_ahead(self, head: Any) -> None:
+        for _ in range(head.size):
+            self.compute("head")
+            check_interrupted()  # what a layer does
 
 
 def test_draft_and_target_do_not_compute_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns, "SLICE", 0.0)
+    monkeypatch.setattr(turns, "PATIENCE", 60.0)
     inside: list[str] = []
     seen: list[str] = []
 
-    def computing(name: str) -> None:
+    def compute(name: str) -> None:
         inside.append(name)
         time.sleep(0.002)
         assert inside == [name]
@@ -114,25 +168,37 @@ def test_draft_and_target_do_not_compute_at_once(
 
     def script(ids: Any) -> Importance:
         for _ in range(20):
-            computing("draft")
-            check_interrupted()  # what a layer does
+            compute("draft")
+            check_interrupted()
         return Importance(np.ones(ids.size, np.float32), 1, 1, (0,))
 
-    class Target(CountingTarget):
-        def stream(self, plan: Any, sampling: Any) -> Any:
-            for step in super().stream(plan, sampling):
-                computing("target")
-                yield step
-
     draft: Any = ScoringWorker(ScriptedDraft(script), Turns(tmp_path))  # type: ignore[arg-type]
-    target = AnsweringWorker(Target(), 2, Turns(tmp_path))  # type: ignore[arg-type]
+    target = AnsweringWorker(Slow(compute), 2, Turns(tmp_path))  # type: ignore[arg-type]
     clients = [Client(1, 12), Client(2, 12)]
+    target.read_ahead("another", np.ones(12, np.int32))
     for client in clients:
         target.submit(client.job)
     result = scored(draft)
     assert isinstance(result, Importance), result
     assert all(client.ended.wait(30) and client.error is None for client in clients)
-    assert (seen.count("draft"), seen.count("target")) == (20, 24)
+    assert [seen.count(name) for name in ("draft", "target", "head")] == [20, 24, 12]
+    assert seen[:20].count("draft") < 20  # nor one after the other
+    # Both are over, and whoever comes next finds the cores free.
+    monkeypatch.setattr(turns, "PATIENCE", 5.0)
+    free = Turns(tmp_path)
+    free.take()
+    assert free._taken
+
+
+def test_a_head_whose_client_has_gone_is_not_read(tmp_path: Path) -> None:
+    seen: list[str] = []
+    target = AnsweringWorker(Slow(seen.append), 1)  # type: ignore[arg-type]
+    target.cancel("gone")
+    target.read_ahead("gone", np.ones(5, np.int32))
+    client = Client(1, 1)
+    target.submit(client.job)
+    assert client.ended.wait(30)
+    assert seen == ["target"]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +206,7 @@ def test_draft_and_target_do_not_compute_at_once(
     [
         ({}, {}, True),
         ({"backend": "onnx", "path": "engine"}, {}, True),
-        ({"backend": "tensorrt", "path": "engine"}, {}, False),
+        ({"backend": "tensorrt", "path": "engine", "device": "auto"}, {}, False),
         ({}, {"backend": "endpoint", "url": "grpc://there:8001"}, False),
         ({"threads": 1}, {"threads": 1}, True),
         ({"threads": 2}, {"threads": 2}, False),
@@ -151,6 +217,25 @@ def test_cores_are_shared_where_both_compute_on_them(
 ) -> None:
     cores = 4 if draft.get("threads") == 2 else 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    device = {"device": "cpu"}
-    own = target if target.get("backend") else target | device
-    assert ServeSettings.of({"draft": draft | device, "target": own}).shares_cores is shared
+    own = target if target.get("backend") else {"device": "cpu", **target}
+    settings = ServeSettings.of({"draft": {"device": "cpu", **draft}, "target": own})
+    assert settings.shares_cores is shared
+
+
+@pytest.mark.parametrize(
+    ("gpus", "draft", "target", "ahead"),
+    [
+        (0, "auto", "cpu", False),
+        (1, "auto", "cuda", False),
+        (1, "cuda:0", "auto", False),
+        (2, "cuda:1", "auto", True),
+        (1, "cpu", "auto", True),
+    ],
+)
+def test_heads_are_read_ahead_on_devices_of_their_own_however_these_are_named(
+    gpus: int, draft: str, target: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    settings = ServeSettings.of({"draft": {"device": draft}, "target": {"device": target}})
+    assert settings.reads_ahead is ahead

@@ -75,6 +75,7 @@ def test_an_openai_server_gives_the_answer_of_the_model_itself(
     for sampling in (
         Sampling(max_tokens=9),
         Sampling(max_tokens=9, temperature=1.3, top_k=20, top_p=0.9, seed=5),
+        Sampling(max_tokens=9, temperature=1.3, seed=0),
     ):
         got = list(target_of(url, model).stream(plan, sampling))
         direct = list(TorchTarget(model).stream(plan, sampling))
@@ -83,6 +84,7 @@ def test_an_openai_server_gives_the_answer_of_the_model_itself(
     assert behind.asked[0]["path"] == "/v1/completions"
     assert behind.asked[0]["model"] == "served"
     assert behind.asked[0]["prompt"] == plan.input_ids.tolist()
+    assert [asked.get("seed") for asked in behind.asked] == [None, 5, 0]
     assert len(got) == 9  # streamed, not gathered
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -100,7 +101,8 @@ class TritonPythonModel:
         while True:
             time.sleep(self.limits.presence)
             for request_id in list(self.inside):
-                self._sign_of_life(request_id)
+                with suppress(Exception):  # of one request; the others are looked after
+                    self._sign_of_life(request_id)
 
     def _sign_of_life(self, request_id):
         entry = self.inside.get(request_id)

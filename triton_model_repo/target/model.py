@@ -89,7 +89,7 @@ class TritonPythonModel:
         if message["message"] == "ping":
             return {"process": self.process}
         if message["message"] == "head":
-            self.worker.read_ahead(np.array(message["ids"], dtype=np.int32))
+            self.worker.read_ahead(message["id"], np.array(message["ids"], dtype=np.int32))
             return {}
         if message.get("process", self.process) != self.process:
             return {"state": "down"}  # what it was handed is lost with the process before

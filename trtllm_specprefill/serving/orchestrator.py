@@ -180,8 +180,9 @@ class _KnownTarget(Target):
 
     def read_ahead(self, head: NDArray[np.int32]) -> None:
         if self._reads_ahead and head.size:
+            told = {"message": "head", "id": _in_flight.get().request_id, "ids": head.tolist()}
             with suppress(TargetFailed):  # down: the plan will find it so, or up again
-                self._tell("target", {"message": "head", "ids": head.tolist()})
+                self._tell("target", told)
 
     def operations(self, tokens: int) -> float:
         return prefill_operations(self._config, tokens)

@@ -191,18 +191,24 @@ class ServeSettings(_Part):
         if self.target.backend != "torch" or not self.target.cache_mib:
             return False
         asked = self.target.read_ahead
-        return self.draft.device != self.target.device if asked is None else asked
+        return self._device(self.draft) != self._device(self.target) if asked is None else asked
 
     @property
     def shares_cores(self) -> bool:
         """Whether draft and target compute on the same cores of a CPU."""
         draft, target = self.draft, self.target
-        if draft.backend == "tensorrt" or target.backend != "torch":
-            return False
-        if any(choose_device(one.device).type != "cpu" for one in (draft, target)):
+        if target.backend != "torch" or {self._device(draft), self._device(target)} != {"cpu"}:
             return False
         cores = len(os.sched_getaffinity(0))
         return (draft.threads or cores) + (target.threads or cores) > cores
+
+    @staticmethod
+    def _device(one: DraftSettings | TargetSettings) -> str:
+        """Where a model computes: `cpu`, or `cuda:N`."""
+        name = one.device
+        if name == "auto":
+            name = "cuda" if one.backend == "tensorrt" else choose_device(name).type
+        return "cuda:0" if name == "cuda" else name
 
     def check_positions(self) -> None:
         """Raise `InputError` when all requests ask for positions that the target has not."""

@@ -3,6 +3,9 @@
 Each computes with a thread on every core. Both at once, a thread that waits for one that the
 scheduler put aside spins for nothing, and short prompts are answered later pruned than in full.
 So they compute in turn, and give way to each other between two layers.
+
+It is a courtesy, and nothing waits for it for ever: where the other does not give way, because it
+hangs in one layer, both compute.
 """
 
 from __future__ import annotations
@@ -10,13 +13,14 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-# Seconds of computing before giving way: a decoding step is not torn apart, and the caches that
-# the other has filled are filled again seldom.
+# Seconds of computing before giving way: the caches that the other has filled are filled again
+# seldom, and a decoding step of a small model is not torn apart.
 SLICE = 0.03
+# Seconds to wait for a turn; and as many as `SLICE` once that was in vain.
+PATIENCE = 2.0
+_LOOK = 0.0005  # seconds between two looks at a lock
 
 
 class Turns:
@@ -29,34 +33,50 @@ class Turns:
     def __init__(self, folder: Path) -> None:
         # Two locks, that whoever comes second is next: having given way, one waits in line for
         # the second lock behind the process that waits in line for the first.
-        self._turn, self._line = (_opened(folder / name) for name in ("turn", "line"))
-        self._since = 0.0
+        self._turn, self._line = (
+            os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600) for name in ("turn", "line")
+        )
+        self._taken, self._patience = False, PATIENCE
+        self._since = self._waited = 0.0
 
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Compute in this context and nowhere else."""
-        self._take()
-        try:
-            yield
-        finally:
-            self._leave()
+    def take(self) -> None:
+        """Begin to compute, when the others have given way; nothing when this turn is on."""
+        if self._taken:
+            return
+        asked = time.monotonic()
+        deadline = asked + self._patience
+        if _locked(self._line, deadline):
+            self._taken = _locked(self._turn, deadline)
+            fcntl.flock(self._line, fcntl.LOCK_UN)
+        self._since = time.monotonic()
+        self._waited = self._since - asked
+        self._patience = PATIENCE if self._taken else SLICE
+
+    def leave(self) -> None:
+        """Stop computing; nothing when it was stopped."""
+        if self._taken:
+            fcntl.flock(self._turn, fcntl.LOCK_UN)
+            self._taken = False
 
     def give_way(self) -> None:
-        """Let the others compute, if they want to, and this turn has lasted `SLICE`."""
-        if time.monotonic() - self._since >= SLICE:
-            self._leave()
-            self._take()
+        """Let the others compute, if they want to and this turn has lasted.
 
-    def _take(self) -> None:
-        fcntl.flock(self._line, fcntl.LOCK_EX)
-        fcntl.flock(self._turn, fcntl.LOCK_EX)
-        fcntl.flock(self._line, fcntl.LOCK_UN)
-        self._since = time.monotonic()
-
-    def _leave(self) -> None:
-        fcntl.flock(self._turn, fcntl.LOCK_UN)
+        That is `SLICE`, or as long as it was waited for: layers of one may take as long as many
+        decoding steps of the other, and each gets half of the time.
+        """
+        if time.monotonic() - self._since >= max(SLICE, self._waited):
+            self.leave()
+            self.take()
 
 
-def _opened(path: Path) -> int:
-    """A file for locks, open as long as the process lives."""
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+def _locked(lock: int, deadline: float) -> bool:
+    """Whether a lock was got by then."""
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOOK)
+        else:
+            return True

@@ -9,15 +9,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trtllm_specprefill.clock import decode_rate
 from trtllm_specprefill.draft.base import Draft
 from trtllm_specprefill.errors import Cancelled, DraftFailed, DraftTimeout, SpecPrefillError
 from trtllm_specprefill.forward import interruptible
@@ -45,10 +47,6 @@ class _Recent:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._ids
-
-
-def _turn(turns: Turns | None) -> AbstractContextManager[None]:
-    return nullcontext() if turns is None else turns.taken()
 
 
 class ScoringWorker:
@@ -85,8 +83,10 @@ class ScoringWorker:
                 raise DraftTimeout(f"scoring took longer than {timeout:.1f} s")
 
         try:
-            with _turn(self._turns), interruptible(check):
-                check()
+            if self._turns is not None:
+                self._turns.take()
+            check()
+            with interruptible(check):
                 return self._draft.score(ids, settings, question)
         except Cancelled:
             return DraftFailed("cancelled")
@@ -94,6 +94,9 @@ class ScoringWorker:
             return error
         except Exception as error:  # whatever it raises, the next request is untouched
             return DraftFailed(f"{type(error).__name__}: {error}")
+        finally:
+            if self._turns is not None:
+                self._turns.leave()
 
 
 @dataclass
@@ -143,7 +146,7 @@ class AnsweringWorker:
         """turns: at the cores, where the draft computes on the same ones."""
         self._target, self._answers, self._turns = target, answers, turns
         self._waiting: deque[Answer] = deque()
-        self._heads: deque[NDArray[np.int32]] = deque()
+        self._heads: deque[tuple[str, NDArray[np.int32]]] = deque()
         self._running: list[Answer] = []
         self._gone, self._over = _Recent(), _Recent()
         self._changed = threading.Condition()
@@ -155,10 +158,10 @@ class AnsweringWorker:
             self._waiting.append(job)
             self._changed.notify_all()
 
-    def read_ahead(self, head: NDArray[np.int32]) -> None:
-        """Let the target read the head of a prompt before the plan for it comes."""
+    def read_ahead(self, request_id: str, head: NDArray[np.int32]) -> None:
+        """Let the target read the head of a request's prompt before the plan for it comes."""
         with self._changed:
-            self._heads.append(head)
+            self._heads.append((request_id, head))
             self._changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
@@ -191,46 +194,62 @@ class AnsweringWorker:
             heads = [self._heads.popleft() for _ in range(len(self._heads))]
             room = self._answers - len(self._running)
             fresh = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
-        for head in heads:
+        if self._turns is not None:
+            self._turns.take()
+        for request_id, head in heads:
             # What it raises, the answer that needs it meets again, and says so.
-            with suppress(Exception), _turn(self._turns):
+            with suppress(Exception, Cancelled), self._watching(request_id):
                 self._target.read_ahead(head)
         for job in fresh:
             self._running.append(job)
             self._advance(job)
         for job in list(self._running):
             self._advance(job)
+        if self._turns is not None and not self._running:
+            self._turns.leave()
 
-    def _advance(self, job: Answer) -> None:
-        """One step of one answer; the job leaves when it is over, however it ended."""
+    @contextmanager
+    def _watching(self, request_id: str) -> Iterator[None]:
+        """Give way, and look up whether the client is still there, now and before every layer.
+
+        Raises `Cancelled`.
+        """
 
         def check() -> None:
             if self._turns is not None:
                 self._turns.give_way()
-            if job.request_id in self._gone:
+            if request_id in self._gone:
                 raise Cancelled
 
+        check()
+        with interruptible(check):
+            yield
+
+    def _advance(self, job: Answer) -> None:
+        """One step of one answer; the job leaves when it is over, however it ended."""
+        last: Callable[[], None] | None = None
         try:
-            with _turn(self._turns), interruptible(check):
-                check()
+            with self._watching(job.request_id):
                 over = self._step(job)
         except Cancelled:
-            job.drop()
-            over = True
+            over, last = True, job.drop
         except SpecPrefillError as error:
-            job.fail(str(error))
-            over = True
+            over, last = True, partial(job.fail, str(error))
         except Exception as error:  # whatever it raises, the other answers are untouched
-            job.fail(f"{type(error).__name__}: {error}")
-            over = True
-        if over:
-            self._running.remove(job)
-            if job.steps is not None:
-                with suppress(ValueError):  # it was interrupted inside a pass: already over
-                    job.steps.close()
-            with self._changed:
-                self._over.add(job.request_id)
-                self._changed.notify_all()
+            over, last = True, partial(job.fail, f"{type(error).__name__}: {error}")
+        if not over:
+            return
+        # Nor may what is said to the server at last: the thread would end, and all answers with it.
+        if last is not None:
+            with suppress(Exception):
+                last()
+        self._running.remove(job)
+        if job.steps is not None:
+            with suppress(Exception):  # interrupted inside a pass, it is already over
+                job.steps.close()
+        with self._changed:
+            self._over.add(job.request_id)
+            self._changed.notify_all()
 
     def _step(self, job: Answer) -> bool:
         """Take and send the next step; whether it was the last."""
@@ -256,7 +275,7 @@ class AnsweringWorker:
             "finish_reason": step.finish_reason,
             "output_tokens": job.tokens,
             "ttft_s": job.first_token - job.received,
-            "decode_tokens_per_s": (job.tokens - 1) / decode if job.tokens > 1 else None,
+            "decode_tokens_per_s": decode_rate(job.tokens, decode),
         }
         job.send(step.text if job.stream else "".join(job.texts), job.report)
         return True

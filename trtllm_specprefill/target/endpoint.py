@@ -140,7 +140,9 @@ class OpenAIConnection(Connection):
             "top_p": sampling.top_p,
             "stream": True,
         }
-        optional = {"top_k": sampling.top_k, "seed": sampling.seed, "stop": list(sampling.stop)}
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed
+        optional = {"top_k": sampling.top_k, "stop": list(sampling.stop)}
         return body | {name: value for name, value in optional.items() if value}
 
     def _read(self, reply: http.client.HTTPResponse, tokenizer: Any) -> Iterator[Step]:

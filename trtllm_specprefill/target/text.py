@@ -30,18 +30,28 @@ class TextStream:
         after = self._decode(self._ids[self._context :])
         if after.endswith(_REPLACEMENT) or len(after) <= len(before):
             return ""
+        fresh = self._fresh(before, after)
         self._context, self._read = self._read, len(self._ids)
-        return self._release(after[len(before) :])
+        return self._release(fresh)
 
     def finish(self) -> str:
         """The text still held back, now that no token follows."""
         before = self._decode(self._ids[self._context : self._read])
-        rest = self._decode(self._ids[self._context :])[len(before) :]
+        rest = self._fresh(before, self._decode(self._ids[self._context :]))
         self._read = len(self._ids)
         text = self._release(rest) if rest else ""
         if not self.stopped:
             text, self._held = text + self._held, ""
         return text
+
+    def _fresh(self, before: str, after: str) -> str:
+        """What `after` has beyond `before`, which was given out already.
+
+        A tokenizer of single bytes spells a whole run of them anew once one fits no character.
+        """
+        if after.startswith(before):
+            return after[len(before) :]
+        return self._decode(self._ids[self._read :])
 
     def _decode(self, ids: list[int]) -> str:
         return str(
