@@ -157,6 +157,22 @@ def test_a_failing_answer_leaves_the_others_alone(key: int) -> None:
     assert [clients[0].texts, clients[2].texts] == [["1 ", "2 ", "3 "]] * 2
 
 
+def test_a_job_that_is_cancelled_while_it_waits_is_let_go_at_once() -> None:
+    target = CountingTarget()
+    worker = AnsweringWorker(target, answers=1)  # type: ignore[arg-type]
+    running = Client(1, 10_000)
+    worker.submit(running.job)
+    gone = [Client(key, 2) for key in range(20, 30)]
+    for client in gone:
+        worker.submit(client.job)
+        worker.cancel(client.job.request_id)
+    assert all(client.dropped.wait(30) for client in gone)
+    assert not running.ended.is_set()
+    assert not worker._waiting
+    worker.cancel(running.job.request_id)
+    assert running.dropped.wait(30)
+
+
 @pytest.mark.parametrize("key", [1, 13])
 def test_a_server_that_takes_no_response_ends_one_answer_and_not_the_thread(key: int) -> None:
     worker = AnsweringWorker(CountingTarget(), answers=2)  # type: ignore[arg-type]

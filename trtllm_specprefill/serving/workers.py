@@ -192,8 +192,14 @@ class AnsweringWorker:
         with self._changed:
             self._changed.wait_for(lambda: self._heads or self._waiting or self._running)
             heads = [self._heads.popleft() for _ in range(len(self._heads))]
+            # Those whose clients have gone wait for no room: others were admitted in their place.
+            lost = [job for job in self._waiting if job.request_id in self._gone]
+            for job in lost:
+                self._waiting.remove(job)
             room = self._answers - len(self._running)
             fresh = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        for job in lost:
+            self._end(job, job.drop)
         if self._turns is not None:
             self._turns.take()
         for request_id, head in heads:
@@ -237,13 +243,18 @@ class AnsweringWorker:
             over, last = True, partial(job.fail, str(error))
         except Exception as error:  # whatever it raises, the other answers are untouched
             over, last = True, partial(job.fail, f"{type(error).__name__}: {error}")
-        if not over:
-            return
-        # Nor may what is said to the server at last: the thread would end, and all answers with it.
+        if over:
+            self._running.remove(job)
+            self._end(job, last)
+
+    def _end(self, job: Answer, last: Callable[[], None] | None) -> None:
+        """Let go of a job that is over; `last` tells the server so, where no step did.
+
+        Whatever that raises, the thread goes on: it has other answers.
+        """
         if last is not None:
             with suppress(Exception):
                 last()
-        self._running.remove(job)
         if job.steps is not None:
             with suppress(Exception):  # interrupted inside a pass, it is already over
                 job.steps.close()

@@ -165,7 +165,7 @@ class OpenAIConnection(Connection):
             if "error" in event:
                 raise TargetFailed(f"{self.url}: {event['error']}")
             choice = event["choices"][0]
-            text, finish = str(choice["text"]), choice.get("finish_reason")
+            text, finish = str(choice["text"] or ""), choice.get("finish_reason")
         except (ValueError, LookupError, TypeError) as error:
             raise TargetFailed(f"{self.url}: not a completion: {data[:200]}") from error
         if finish not in (None, "stop", "length"):
