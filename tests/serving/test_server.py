@@ -417,6 +417,26 @@ def test_without_its_draft_the_server_answers_in_full_and_prunes_again_later(
     assert whole(grpc, values)[0] == expected
 
 
+def test_a_draft_that_hangs_while_it_computes_does_not_hang_the_target(
+    grpc: str, server: Server, prose: str
+) -> None:
+    """The two take turns at the cores of this machine."""
+    draft = psutil.Process(process_of(server, "draft"))
+    with ThreadPoolExecutor(1) as pool:
+        idle = draft.cpu_times().user
+        answer = pool.submit(whole, grpc, asked(prose, 3000))
+        until(lambda: draft.cpu_times().user > idle + 0.1)
+        draft.suspend()
+        try:
+            text, _, _ = whole(grpc, {**asked(prose, 150, enabled=False), "max_tokens": 3})
+        finally:
+            draft.resume()
+        assert text
+        # Triton may have given up on a process that does not report to it.
+        assert answer.result()[1]["reason"] in ("draft_failed", "pruned")
+    until(lambda: whole(grpc, asked(prose, 900))[1]["reason"] == "pruned")
+
+
 def process_of(server: Server, model: str) -> int:
     """A process of a Python model: Triton names its model folder on the command line."""
     children = psutil.Process(server.pid).children(recursive=True)
