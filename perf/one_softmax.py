@@ -23,10 +23,10 @@ from rich.console import Console
 
 from perf.options import Draft_, Seed_
 from perf.recall import planted
-from trtllm_specprefill import cli
 from trtllm_specprefill.draft.capture import Enough, capturing
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.draft.windows import Windows
+from trtllm_specprefill.endings import run_app
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.evaluation.forms import FORMS, told
 from trtllm_specprefill.evaluation.haystack import haystack
@@ -191,4 +191,4 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    cli.run_app(app)
+    run_app(app)
