@@ -11,8 +11,8 @@ from typing import Annotated, Any, get_args
 import typer
 
 from engine_build.commands import run_all
-from trtllm_specprefill.cli import run_app
 from trtllm_specprefill.draft.manifest import MANIFEST, Mode, Precision, Runtime, Scorer
+from trtllm_specprefill.endings import run_app
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.models import load_config
 
@@ -108,8 +108,11 @@ def target(
             print(f"# {command.why}\n{command.shown()}\n")
         print(f"# {out / target_manifest.MANIFEST}\n{manifest.model_dump_json(indent=2)}")
         return
-    out.mkdir(parents=True, exist_ok=True)
-    manifest.write(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        manifest.write(out)
+    except OSError as error:
+        raise InputError("out", str(out), f"a folder to write to ({error.strerror})") from None
     run_all(commands, print)
 
 

@@ -45,6 +45,7 @@ from trtllm_specprefill.draft.manifest import (
     tokenizer_hash,
 )
 from trtllm_specprefill.draft.tensorrt import ENGINE
+from trtllm_specprefill.errors import given_as
 from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.fetch import Progress
 
@@ -94,7 +95,8 @@ class _Work:
         model = {"model": choices.fingerprint, "scoring": asdict(choices.scoring)}
         calibrated = None
         if build.precision == "fp8":
-            text = haystack(build.calibration, self._progress)
+            with given_as(document="calibration"):
+                text = haystack(build.calibration, self._progress)
             calibrated = text_digest(text)
             prompts = [SEQUENCES, LENGTH, _versions("nvidia-modelopt", "torch", "transformers")]
             inputs = {**model, "text": calibrated, "prompts": prompts, "code": _code(engine_build)}

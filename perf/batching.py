@@ -19,9 +19,10 @@ import typer
 from rich.console import Console
 from transformers import DynamicCache
 
-from trtllm_specprefill import cli
+from trtllm_specprefill.endings import run_app
+from trtllm_specprefill.errors import given_as
 from trtllm_specprefill.evaluation.haystack import haystack
-from trtllm_specprefill.evaluation.report import command, machine
+from trtllm_specprefill.evaluation.report import check_folder, command, machine
 from trtllm_specprefill.forward import feed, new_cache
 from trtllm_specprefill.models import Model, load_model
 from trtllm_specprefill.prompt import encode
@@ -34,11 +35,15 @@ _screen = Console(stderr=True, highlight=False)
 def batching(
     target: Annotated[str, typer.Option(help="Model that answers.")] = "smollm2-135m",
     dtype: Annotated[list[str], typer.Option(help="Repeatable.")] = ["float32", "bfloat16"],  # noqa: B006
-    kept: Annotated[list[int], typer.Option(help="Kept tokens of a prompt; repeatable.")] = [  # noqa: B006
+    kept: Annotated[list[int], typer.Option(min=1, help="Kept tokens of a prompt; repeatable.")] = [  # noqa: B006
         300,
         1500,
     ],
-    answers: Annotated[list[int], typer.Option(help="Answers at a time; repeatable.")] = [2, 4, 8],  # noqa: B006
+    answers: Annotated[list[int], typer.Option(min=1, help="Answers at a time; repeatable.")] = [  # noqa: B006
+        2,
+        4,
+        8,
+    ],
     steps: Annotated[int, typer.Option(min=1, help="Tokens of each answer in a round.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")] = 5,
     out: Annotated[Path, typer.Option(help="Folder of the JSON result.")] = Path("perf/results"),
@@ -46,9 +51,10 @@ def batching(
     """Measure, print each cell, and write `batching.json`, anew after each."""
     report: dict[str, Any] = {"command": command(), "machine": machine(), "target": target}
     cells: list[dict[str, Any]] = []
-    out.mkdir(parents=True, exist_ok=True)
+    check_folder(out)
     for kind in dtype:
-        model = load_model(target, kind)
+        with given_as(model="target"):
+            model = load_model(target, kind)
         for tokens in kept:
             for count in answers:
                 cells.append({"dtype": kind, **_cell(model, tokens, count, steps, rounds)})
@@ -114,4 +120,4 @@ def _pass(
 
 
 if __name__ == "__main__":
-    cli.run_app(app)
+    run_app(app)

@@ -25,13 +25,15 @@ from rich.console import Console
 from perf.options import Draft_, Positions_
 from trtllm_specprefill import cli
 from trtllm_specprefill.draft.torch import TorchDraft
-from trtllm_specprefill.errors import DraftFailed
+from trtllm_specprefill.endings import run_app
+from trtllm_specprefill.errors import DraftFailed, given_as
 from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import Case, cases
-from trtllm_specprefill.evaluation.report import command, machine
+from trtllm_specprefill.evaluation.report import check_folder, command, machine
 from trtllm_specprefill.forward import last_logits, new_cache
+from trtllm_specprefill.hardware import choose_dtype
 from trtllm_specprefill.importance import Importance
-from trtllm_specprefill.models import Model, load_model
+from trtllm_specprefill.models import Model, load_config, load_model
 from trtllm_specprefill.pipeline import SpecPrefill
 from trtllm_specprefill.plan import make_plan
 from trtllm_specprefill.prompt import ask, encode, prepare
@@ -52,18 +54,22 @@ _screen = Console(stderr=True, highlight=False)
 def bench(
     draft: Draft_ = "smollm2-135m",
     target: Annotated[str, typer.Option(help="Model that answers.")] = "smollm2-135m",
-    tokens: Annotated[list[int], typer.Option(help="Prompt lengths; repeatable.")] = [  # noqa: B006
+    tokens: Annotated[list[int], typer.Option(min=1, help="Prompt lengths; repeatable.")] = [  # noqa: B006
         3000,
         7200,
     ],
-    memory_tokens: Annotated[int, typer.Option(help="Prompt length of the memory run.")] = 8000,
-    growth: Annotated[list[int], typer.Option(help="Lengths the fast draft scores alone.")] = [  # noqa: B006
+    memory_tokens: Annotated[
+        int, typer.Option(min=1, help="Prompt length of the memory run.")
+    ] = 8000,
+    growth: Annotated[
+        list[int], typer.Option(min=1, help="Lengths the fast draft scores alone.")
+    ] = [  # noqa: B006
         4000,
         16000,
         64000,
     ],
     plan_tokens: Annotated[
-        int, typer.Option(help="Length of the prompt that is selected from and planned.")
+        int, typer.Option(min=1, help="Length of the prompt that is selected from and planned.")
     ] = 1_000_000,
     keep: Annotated[float, typer.Option(help="Keep rate.")] = 0.1,
     positions: Positions_ = "contiguous",
@@ -76,6 +82,12 @@ def bench(
     if peak:
         print(json.dumps(_peak(draft, dtype, memory_tokens, peak, rounds)))
         return
+    Settings.of(keep_rate=keep, positions=positions)
+    choose_dtype(dtype, torch.device("cpu"))
+    for field, name in (("draft", draft), ("target", target)):
+        with given_as(model=field):
+            load_config(name, _say)
+    check_folder(out)
     memory = {
         what: _alone(draft, dtype, memory_tokens, what) for what in ("load", "prefill", *DRAFTS)
     }
@@ -102,7 +114,6 @@ def bench(
         "known_head": known,
         "planning": planned,
     }
-    out.mkdir(parents=True, exist_ok=True)
     path = out / "bench.json"
     path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     for row in lengths:
@@ -345,4 +356,4 @@ def _prefill(model: Model, ids: Any) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_app(app)
+    run_app(app)

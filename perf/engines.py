@@ -16,9 +16,10 @@ from rich.console import Console
 
 from engine_build.choices import DraftBuild
 from engine_build.draft import build_draft
-from trtllm_specprefill import cli
+from trtllm_specprefill.endings import run_app
 from trtllm_specprefill.errors import InputError
-from trtllm_specprefill.evaluation.report import command, machine
+from trtllm_specprefill.evaluation.report import check_out, command, machine
+from trtllm_specprefill.prompt import read_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _screen = Console(stderr=True, highlight=False)
@@ -39,12 +40,16 @@ def engines(
 ) -> None:
     """Build each in an empty folder."""
     report: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "max_batch": max_batch}
-    kept: dict[str, Any] = {}
+    kept: dict[str, Any] | None = {}
+    check_out(out)
     if out is not None and out.is_file():
-        earlier = json.loads(out.read_text("utf-8"))
-        if any(earlier.get(name) != value for name, value in report.items()):
+        try:
+            earlier = json.loads(read_text("out", out))
+            kept = earlier["builds"] if report.items() <= earlier.items() else None
+        except (json.JSONDecodeError, AttributeError, KeyError):
+            kept = None
+        if kept is None:
             raise InputError("out", str(out), f"a report of {report}, or none")
-        kept = earlier["builds"]
     for spec in builds:
         mode, layers, precision = _parsed(spec)
         with tempfile.TemporaryDirectory() as folder:
@@ -85,4 +90,4 @@ def _parsed(spec: str) -> tuple[Any, int, Any]:
 
 
 if __name__ == "__main__":
-    cli.run_app(app)
+    run_app(app)

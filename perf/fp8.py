@@ -19,13 +19,13 @@ from rich.console import Console
 
 from perf.options import Seed_
 from perf.recall import planted
-from trtllm_specprefill import cli
 from trtllm_specprefill.draft.load import load_draft
 from trtllm_specprefill.draft.manifest import DraftManifest
+from trtllm_specprefill.endings import run_app
 from trtllm_specprefill.evaluation.forms import told
 from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import fact_kept
-from trtllm_specprefill.evaluation.report import command, machine
+from trtllm_specprefill.evaluation.report import check_out, command, machine
 from trtllm_specprefill.prompt import prepare
 from trtllm_specprefill.selection import select
 from trtllm_specprefill.settings import Settings
@@ -41,7 +41,9 @@ BEST = 0.1  # share of the chunks
 def fp8(
     exact: Annotated[Path, typer.Option(help="Folder of the fp32 graph.")],
     rounded: Annotated[Path, typer.Option(help="Folder of the FP8 graph, of the same draft.")],
-    lengths: Annotated[list[int], typer.Option(help="Tokens of the context; repeatable.")] = [2000],  # noqa: B006
+    lengths: Annotated[
+        list[int], typer.Option(min=1, help="Tokens of the context; repeatable.")
+    ] = [2000],  # noqa: B006
     needles: Annotated[int, typer.Option(min=1, help="Per length, form and kind of facts.")] = 2,
     form: Annotated[list[str], typer.Option(help="As for perf.recall.")] = ["message", "turns"],  # noqa: B006
     keep: Annotated[list[float], typer.Option(help="Keep rates; repeatable.")] = [0.05, 0.1],  # noqa: B006
@@ -52,6 +54,9 @@ def fp8(
     ] = None,
 ) -> None:
     """Score every prompt with both graphs and compare."""
+    for rate in keep:
+        Settings.of(keep_rate=rate)
+    check_out(out)
     drafts = {
         name: load_draft("onnx", "", path=str(folder), device="cpu")
         for name, folder in (("fp32", exact), ("fp8", rounded))
@@ -160,4 +165,4 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    cli.run_app(app)
+    run_app(app)

@@ -23,15 +23,15 @@ from rich.console import Console
 
 from perf.options import Draft_, Seed_
 from perf.recall import planted
-from trtllm_specprefill import cli
 from trtllm_specprefill.draft.capture import Enough, capturing
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.draft.windows import Windows
-from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.endings import run_app
+from trtllm_specprefill.errors import InputError, given_as
 from trtllm_specprefill.evaluation.forms import FORMS, told
 from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import fact_kept
-from trtllm_specprefill.evaluation.report import command, machine
+from trtllm_specprefill.evaluation.report import check_out, command, machine
 from trtllm_specprefill.importance import Importance
 from trtllm_specprefill.models import load_model
 from trtllm_specprefill.prompt import prepare
@@ -58,7 +58,9 @@ def one_softmax(
     ),
 ) -> None:
     """Score every prompt both ways, with the calibrated heads and with all."""
-    model = load_model(draft, progress=lambda line: _screen.print(line, style="dim"))
+    check_out(out)
+    with given_as(model="draft"):
+        model = load_model(draft, progress=lambda line: _screen.print(line, style="dim"))
     scorer = TorchDraft(model)
     settings = Settings.of(min_keep_tokens=0).in_force()
     every = range(int(model.config.num_attention_heads))
@@ -73,7 +75,6 @@ def one_softmax(
         "draft": draft,
         "heads": sets,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
     for facts, form, case in planted(
         model.tokenizer, haystack(), lengths, needles, list(FORMS), seed
     ):
@@ -191,4 +192,4 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    cli.run_app(app)
+    run_app(app)

@@ -18,10 +18,10 @@ from rich.console import Console
 
 from perf.options import Config_, Keeps_, Positions_, Seed_, Tokens_, Url_
 from perf.served import OFF, knobs, prompts, running
-from trtllm_specprefill import cli
 from trtllm_specprefill.draft.torch import TorchDraft
+from trtllm_specprefill.endings import run_app
 from trtllm_specprefill.errors import InputError, SpecPrefillError
-from trtllm_specprefill.evaluation.report import command, machine
+from trtllm_specprefill.evaluation.report import check_folder, command, machine
 from trtllm_specprefill.models import load_model
 from trtllm_specprefill.pipeline import SpecPrefill
 from trtllm_specprefill.serving.client import server_facts, stream
@@ -48,6 +48,7 @@ def overhead(
 ) -> None:
     """Measure, print a line for each cell, and write `serving_overhead.json`."""
     arms = {rate: knobs(rate, positions) for rate in keep}
+    check_folder(out)
     with running(url, config, _say) as address:
         served, triton = server_facts(address)
         own = _library(served)
@@ -65,7 +66,6 @@ def overhead(
         "positions": positions,
         "cells": cells,
     }
-    out.mkdir(parents=True, exist_ok=True)
     path = out / "serving_overhead.json"
     path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     for cell in cells:
@@ -150,4 +150,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_app(app)
+    run_app(app)

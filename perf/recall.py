@@ -19,14 +19,14 @@ import typer
 from rich.console import Console
 
 from perf.options import Draft_, Seed_
-from trtllm_specprefill import cli
 from trtllm_specprefill.draft.torch import TorchDraft
-from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.endings import run_app
+from trtllm_specprefill.errors import InputError, given_as
 from trtllm_specprefill.evaluation import needle
 from trtllm_specprefill.evaluation.forms import FACTS, FORMS, told
 from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import Case, cases
-from trtllm_specprefill.evaluation.report import command, machine
+from trtllm_specprefill.evaluation.report import check_out, command, machine
 from trtllm_specprefill.models import load_model, load_tokenizer
 from trtllm_specprefill.prompt import Prompt, prepare, tokenizer_difference
 from trtllm_specprefill.selection import select
@@ -46,7 +46,9 @@ def recall(
         str | None,
         typer.Option(help="Model whose template and tokens it is about; the draft when absent."),
     ] = None,
-    lengths: Annotated[list[int], typer.Option(help="Tokens of the context; repeatable.")] = [  # noqa: B006
+    lengths: Annotated[
+        list[int], typer.Option(min=1, help="Tokens of the context; repeatable.")
+    ] = [  # noqa: B006
         2000,
         4000,
     ],
@@ -65,12 +67,17 @@ def recall(
     arms = {}
     for text in arm:
         name, _, knobs = text.partition("=")
-        arms[name] = Settings.of(**{**json.loads(knobs), "min_keep_tokens": 0})
+        arms[name] = Settings.of(**{**_object(text, knobs), "min_keep_tokens": 0})
+    for rate in keep:
+        Settings.of(keep_rate=rate)
+    check_out(out)
     if unknown := set(form) - set(FORMS):
         raise InputError("form", sorted(unknown), f"some of {', '.join(FORMS)}")
-    model = load_model(draft, progress=lambda line: _screen.print(line, style="dim"))
+    with given_as(model="draft"):
+        model = load_model(draft, progress=lambda line: _screen.print(line, style="dim"))
     scorer = TorchDraft(model)
-    tokenizer = scorer.tokenizer if target is None else load_tokenizer(target)
+    with given_as(model="target"):
+        tokenizer = scorer.tokenizer if target is None else load_tokenizer(target)
     rows: list[dict[str, Any]] = []
     report: dict[str, Any] = {
         "command": command(),
@@ -92,6 +99,16 @@ def recall(
             out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     for line in report["summary"]:
         print(json.dumps(line))
+
+
+def _object(arm: str, knobs: str) -> dict[str, Any]:
+    try:
+        values = json.loads(knobs)
+    except json.JSONDecodeError:
+        values = None
+    if not isinstance(values, dict):
+        raise InputError("--arm", arm, 'NAME=JSON, such as fast={"window": 16}')
+    return values
 
 
 def planted(
@@ -159,4 +176,4 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    cli.run_app(app)
+    run_app(app)

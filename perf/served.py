@@ -15,7 +15,8 @@ from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import Case, cases
 from trtllm_specprefill.fetch import Progress
 from trtllm_specprefill.prompt import ask
-from trtllm_specprefill.serving.client import server_facts
+from trtllm_specprefill.serving.client import check_url, server_facts
+from trtllm_specprefill.serving.commands import check_models
 from trtllm_specprefill.serving.launch import Server, launch_of, with_free_ports
 from trtllm_specprefill.serving.repository import render
 from trtllm_specprefill.serving.settings import ServeSettings
@@ -35,6 +36,7 @@ def running(url: str | None, config: Path | None, progress: Progress) -> Iterato
     if url is not None:
         if config is not None:
             raise InputError("--config", str(config), "no --config with --url: that server runs")
+        check_url("--url", url)
         served, _ = server_facts(url)
         own = served.target.cache_mib if served.target.backend == "torch" else 0
         for name, keeps in (("draft", served.draft.cache_mib), ("target", own)):
@@ -43,6 +45,7 @@ def running(url: str | None, config: Path | None, progress: Progress) -> Iterato
         yield url
         return
     settings = ServeSettings() if config is None else ServeSettings.read(config)
+    check_models(settings)
     free = settings.ports.model_copy(update={"http": 0, "grpc": 0, "metrics": 0})
     forgetful: dict[str, Any] = {"draft": settings.draft.model_copy(update={"cache_mib": 0})}
     if settings.target.backend == "torch":  # no other target keeps anything here
@@ -76,6 +79,7 @@ def knobs(keep: str, positions: str) -> dict[str, Any]:
 
     Raises `InputError` for a keep rate that is neither a number above 0 and up to 1 nor `off`.
     """
+    Settings.of(positions=positions)
     if keep == OFF:
         return {"enabled": False}
     try:

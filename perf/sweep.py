@@ -25,11 +25,11 @@ from perf import sweep_report
 from perf.analyzer import Analyzer, Seen, find, load
 from perf.options import Config_, Keeps_, Positions_, Seed_, Tokens_, Url_
 from perf.served import OFF, knobs, prompts, running
-from trtllm_specprefill import cli
+from trtllm_specprefill.endings import run_app
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import Case, digest
-from trtllm_specprefill.evaluation.report import command, machine
+from trtllm_specprefill.evaluation.report import check_folder, command, machine
 from trtllm_specprefill.models import load_tokenizer
 from trtllm_specprefill.serving.client import server_facts
 from trtllm_specprefill.target.load import source_model
@@ -81,6 +81,7 @@ def sweep(
     """Measure what is not measured yet; write JSON, CSV, plots and a report."""
     for rate in keep:
         knobs(rate, positions)
+    check_folder(out)
     analyzer = find(_say)
     plan = [
         Piece(length, rate, load_, visit)
@@ -206,4 +207,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_app(app)
+    run_app(app)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from trtllm_specprefill import SpecPrefill, cli
+from trtllm_specprefill.endings import EXIT_CODES
+from trtllm_specprefill.errors import TargetFailed, UnsupportedModel
 
 
 def specprefill(
@@ -125,13 +127,146 @@ def test_messages_that_are_not_json_are_named(run: Any, tmp_path: Path) -> None:
 
 def test_an_unknown_model_is_named(run: Any, document: Path) -> None:
     assert_one_line(
-        *run("run", "--prompt", str(document), "--target", "smollm3"), "model", "smollm3"
+        *run("run", "--prompt", str(document), "--target", "smollm3"), "target: ", "smollm3"
     )
 
 
 def test_a_gguf_that_is_not_one_is_named(run: Any, document: Path, tmp_path: Path) -> None:
     fake = write(tmp_path, "weights.gguf", b"not a model at all")
-    assert_one_line(*run("run", "--prompt", str(document), "--target", fake), "model", "GGUF")
+    assert_one_line(*run("run", "--prompt", str(document), "--target", fake), "target: ", "GGUF")
+
+
+CONFIG = next((Path(__file__).parent / "engine_build" / "configs").iterdir())
+
+
+@pytest.mark.parametrize("name", ["draft", "target"])
+@pytest.mark.parametrize(
+    ("command", "field"),
+    [
+        (("run", "--prompt", "DOCUMENT"), "{}: "),
+        (("score", "--prompt", "DOCUMENT", "--draft", str(CONFIG)), "{}: "),
+        (("plan-capacity", "--draft", str(CONFIG), "--target", str(CONFIG)), "{}: "),
+        (("serve", "--dry-run"), "{}.model: "),
+    ],
+)
+def test_a_wrong_model_is_named_by_its_option_or_setting(
+    run: Any, document: Path, command: tuple[str, ...], field: str, name: str
+) -> None:
+    arguments = [str(document) if part == "DOCUMENT" else part for part in command]
+    told = run(*arguments, f"--{name}", "nonsense")
+    assert_one_line(*told, f"specprefill: {field.format(name)}got 'nonsense', allowed: ")
+
+
+def test_wrong_settings_of_a_draft_alone_are_named_as_its_own(run: Any) -> None:
+    options = ("plan-capacity", "--draft", str(CONFIG), "--target", str(CONFIG))
+    for option, value in (("draft_gpus", "-1"), ("draft_precision", "int4")):
+        told = run(*options, f"--{option.replace('_', '-')}", value)
+        assert_one_line(*told, f"specprefill: {option}: got ")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("run", "--keep", "much"), "--keep: got 'much', allowed: a number"),
+        (("run", "--max-tokens", "1.5"), "--max-tokens: got '1.5', allowed: a whole number"),
+        (("calibrate-heads", "--tokens", "3"), "--tokens: got '3', allowed: a whole number >= 500"),
+        (("calibrate-heads", "--slack", "-1"), "--slack: got '-1', allowed: a number >= 0.0"),
+        (("serve", "--http-port", "x"), "--http-port: got 'x', allowed: a whole number"),
+    ],
+)
+def test_an_option_of_a_wrong_type_or_range_is_told_as_a_setting_is(
+    run: Any, options: tuple[str, ...], line: str
+) -> None:
+    assert_one_line(*run(*options), f"specprefill: {line}")
+
+
+@pytest.mark.parametrize(
+    "options", [("nonsense",), ("run", "--nonsense"), ("plan-capacity",), ("settings", "nonsense")]
+)
+def test_a_misused_command_ends_with_2_and_a_hint(run: Any, options: tuple[str, ...]) -> None:
+    code, out, err = run(*options)
+    assert (code, out) == (2, "")
+    assert "--help' for help" in err
+
+
+PROMPT = ("--prompt", "/no/such/file")
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "value"),
+    [
+        (("run", *PROMPT), "--prompt", "/no/such/file"),
+        (("run", *PROMPT, "--keep", "2"), "keep_rate", 2.0),
+        (("run", *PROMPT, "--keep", "nan"), "keep_rate", "nan"),  # JSON has no NaN
+        (("run", *PROMPT, "--keep", "much"), "--keep", "much"),
+        (("run", *PROMPT, "--stop", ""), "stop", [""]),
+        (("run", *PROMPT, "--nonsense"), "--nonsense", None),
+        (("score", *PROMPT, "--keep-tokens", "0"), "keep_tokens", 0),
+        (("plan-capacity", "--draft", "nonsense", "--target", "nonsense"), "target", "nonsense"),
+        (("plan-capacity",), "--draft", None),
+        (("client", *PROMPT), "--prompt", "/no/such/file"),
+        (("client",), "prompt", None),
+        (("settings", "nonsense"), None, None),
+        (("nonsense",), None, None),
+    ],
+)
+def test_with_json_an_error_is_an_object_on_stdout_with_the_same_exit_code(
+    run: Any, options: tuple[str, ...], field: str | None, value: Any
+) -> None:
+    code, out, err = run(*options, "--json")
+    error = json.loads(out)["error"]
+    assert (code, err) == (2, "")
+    assert set(error) == {"field", "value", "allowed", "message"}
+    assert (error["field"], error["value"]) == (field, value)
+    assert error["message"]
+    assert run(*options)[0] == code
+    if error["allowed"]:
+        assert error["message"].endswith(f"allowed: {error['allowed']}")
+
+
+def test_a_failure_while_working_ends_with_1(
+    run: Any, document: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(error: Exception) -> Any:
+        def load(*_: Any, **__: Any) -> None:
+            raise error
+
+        return load
+
+    options = ("run", "--prompt", str(document))
+    for error in (TargetFailed("out of memory"), OSError(28, "No space left")):
+        monkeypatch.setattr(SpecPrefill, "from_pretrained", failing(error))
+        assert run(*options) == (1, "", f"specprefill: {error}\n")
+        code, out, err = run(*options, "--json")
+        told = {"field": None, "value": None, "allowed": None, "message": str(error)}
+        assert (code, json.loads(out), err) == (1, {"error": told}, "")
+    monkeypatch.setattr(SpecPrefill, "from_pretrained", failing(UnsupportedModel("mamba")))
+    assert run(*options)[0] == 2  # another model mends it
+
+
+def test_a_fault_of_ours_shows_its_traceback_and_is_an_object_with_json(
+    document: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr(SpecPrefill, "from_pretrained", load)
+    for as_json in ((), ("--json",)):
+        monkeypatch.setattr(
+            sys, "argv", ["specprefill", "run", "--prompt", str(document), *as_json]
+        )
+        with pytest.raises(ZeroDivisionError):  # which Python shows, and ends with 1
+            cli.main()
+    assert json.loads(capsys.readouterr().out)["error"]["message"] == "a fault"
+
+
+def test_the_help_and_the_docs_state_the_exit_codes(run: Any) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    assert EXIT_CODES in " ".join(out.split())
+    page = (Path(__file__).parent.parent / "docs" / "commands.md").read_text("utf-8")
+    for number in ("0", "1", "2"):
+        assert f"| {number} | " in page
 
 
 @pytest.mark.parametrize("command", ["run", "score"])
@@ -281,6 +416,46 @@ def test_the_reference_of_settings_is_what_the_command_prints(run: Any) -> None:
 )
 def test_a_client_asks_for_one_prompt(run: Any, options: tuple[str, ...]) -> None:
     assert_one_line(*run("client", *options), "--context")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--seed", "-1"), "seed: got -1, allowed: a whole number from 0 to 2**63 - 1"),
+        (("--max-tokens", "0"), "max_tokens: got 0, allowed: a whole number >= 1"),
+        (("--max-tokens", "3000000000"), "max_tokens: got 3000000000, allowed: at most 2147483647"),
+        (("--temperature", "-1"), "temperature: got -1.0, allowed: a number from 0 to 10"),
+        (("--stop", ""), "stop: got ('',), allowed: a list of texts, none of them empty"),
+        (("--keep", "2"), "keep_rate: got 2.0, allowed: a number > 0 and <= 1"),
+        (("--url", "nowhere"), "--url: got 'nowhere', allowed: host:port"),
+        (("--url", "http://127.0.0.1:8001"), "--url: got 'http://127.0.0.1:8001', allowed: "),
+    ],
+)
+def test_a_client_refuses_what_no_server_would_take(
+    run: Any, document: Path, options: tuple[str, ...], words: str
+) -> None:
+    pytest.importorskip("tritonclient.grpc")
+    assert_one_line(*run("client", "--prompt", str(document), *options), f"specprefill: {words}")
+
+
+def test_a_client_of_a_server_that_is_down_ends_with_1(run: Any, document: Path) -> None:
+    pytest.importorskip("tritonclient.grpc")
+    code, out, err = run("client", "--prompt", str(document), "--url", "127.0.0.1:1")
+    assert (code, out) == (1, "")
+    assert "specprefill: 127.0.0.1:1: " in err
+
+
+def test_a_place_that_cannot_be_written_to_is_named_before_the_work(
+    run: Any, document: Path
+) -> None:
+    folder = str(document.parent)
+    assert_one_line(*run("calibrate-heads", "--out", folder), "out: ", folder)
+    assert_one_line(*run("calibrate-heads", "--out", f"{document}/heads.json"), "out: ")
+    assert_one_line(*run("serve", "--dry-run", "--repository", str(document)), "repository: ")
+
+
+def test_a_host_that_does_not_exist_is_named(run: Any) -> None:
+    assert_one_line(*run("serve", "--host", "999.1.1.1"), "ports.host: ", "999.1.1.1")
 
 
 def test_a_dry_run_refuses_a_folder_without_a_model(run: Any, tmp_path: Path) -> None:

@@ -81,13 +81,13 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"pool": 12}, "pool: 12"),
+        ({"pool": 12}, "pool: got 12"),
         ({"layers": "2"}, "layers"),
         ({"mode": "lookahead"}, "cache"),
         ({"runtime": "openvino"}, "runtime"),
         ({"depth": 2}, "depth"),
-        ({"heads": [[0]]}, "heads: 1"),
-        ({"max_tokens": 20}, "probe.ids: 60"),
+        ({"heads": [[0]]}, "heads: got 1"),
+        ({"max_tokens": 20}, "probe.ids: got 60"),
         ({"queries": 0}, "queries"),
         ({"probe": {"ids": [1], "importance": [0.5, 0.5], "tolerance": 0.1}}, "2 scores for 1"),
     ],
@@ -122,13 +122,13 @@ def test_a_manifest_cannot_be_changed_by_accident() -> None:
 
 def test_an_engine_of_another_tokenizer_is_refused_by_the_field_that_differs() -> None:
     other = replace(small("llama"), tokenizer=drafts.Ids(salt=1))
-    with pytest.raises(EngineRefused, match=r"tokenizer_hash: '\w{16}' .*tokenizer of llama"):
+    with pytest.raises(EngineRefused, match=r"tokenizer_hash: got '\w{16}', .*tokenizer of llama"):
         made(model=other)
 
 
 def test_an_engine_deeper_than_the_model_is_refused() -> None:
     shallow = random_model("llama", drafts.Ids(), num_hidden_layers=1)
-    with pytest.raises(EngineRefused, match=r"layers: 2 .*at most 1"):
+    with pytest.raises(EngineRefused, match=r"layers: got 2, .*at most 1"):
         made(model=shallow)
 
 
@@ -155,7 +155,9 @@ def test_an_engine_that_scores_its_probe_differently_is_refused_with_the_numbers
 
         return Wrong(change)
 
-    words = rf"probe\.importance: '{figures[at] + 0.002 * most:.6g} at token 17'.*{figures[at]:.6g}"
+    words = (
+        rf"probe\.importance: got '{figures[at] + 0.002 * most:.6g} at token 17'.*{figures[at]:.6g}"
+    )
     with pytest.raises(EngineRefused, match=words + r".*off by at most 0\.001 .*off by 0\.002"):
         made(engine=off(0.002))
     assert made(engine=off(0.0005)).probe_error == pytest.approx(0.0005, rel=0.05)
@@ -475,8 +477,10 @@ def test_the_command_line_scores_and_answers_with_an_engine(
     report = json.loads(out)
     assert (report["reason"], report["prompt_tokens"]) == ("pruned", ids.size)
     for command in ("score", "run"):
-        code, _, err = told(command, tmp_path / "nothing")
-        assert (code, "engine_build draft" in err) == (2, True)
+        code, out, _ = told(command, tmp_path / "nothing")
+        error = json.loads(out)["error"]
+        assert (code, error["field"], error["value"]) == (2, "draft_engine", f"{tmp_path}/nothing")
+        assert "engine_build draft" in error["allowed"]
 
 
 def test_an_engine_of_other_weights_under_the_same_tokenizer_is_refused(
@@ -490,7 +494,7 @@ def test_an_engine_of_other_weights_under_the_same_tokenizer_is_refused(
         module.lm_head.weight += 0.01
     module.save_pretrained(other)
     load_draft("onnx", str(own), path=str(engine), device="cpu")
-    with pytest.raises(EngineRefused, match=r"model_hash: '\w{16}'.*weights of .*tuned"):
+    with pytest.raises(EngineRefused, match=r"model_hash: got '\w{16}'.*weights of .*tuned"):
         load_draft("onnx", str(other), path=str(engine), device="cpu")
     # Without weights on this disk there is nothing to compare: a served engine needs none.
     (other / "model.safetensors").unlink()
@@ -500,11 +504,11 @@ def test_an_engine_of_other_weights_under_the_same_tokenizer_is_refused(
 def test_a_draft_is_asked_for_by_words_that_are_known(text_folder: tuple[Path, Path]) -> None:
     own, engine = text_folder
     assert engine_kind(str(engine)) == "onnx"
-    with pytest.raises(InputError, match=r"draft: 'openvino' .*torch, onnx, tensorrt"):
+    with pytest.raises(InputError, match=r"draft: got 'openvino', .*torch, onnx, tensorrt"):
         load_draft("openvino", str(own))
-    with pytest.raises(InputError, match=r"fallback: 'maybe' .*torch, dense, none"):
+    with pytest.raises(InputError, match=r"fallback: got 'maybe', .*torch, dense, none"):
         load_draft("onnx", str(own), path=str(engine), fallback="maybe")
-    with pytest.raises(InputError, match="path: ''"):
+    with pytest.raises(InputError, match="path: got ''"):
         load_draft("onnx", str(own))
 
 
@@ -533,7 +537,7 @@ def test_onnxruntime_takes_no_engine_that_is_not_for_it_and_no_device_it_has_not
         OnnxEngine(tmp_path, manifest.model_copy(update={"files": files}), "cpu")
     with pytest.raises(InputError, match=f"a folder with {GRAPH}"):
         OnnxEngine(tmp_path / "empty", manifest, "cpu")
-    with pytest.raises(InputError, match="device: 'npu'"):
+    with pytest.raises(InputError, match="device: got 'npu'"):
         OnnxEngine(folder, manifest, "npu")
     with pytest.raises(InputError, match="onnxruntime-gpu"):
         OnnxEngine(folder, manifest, "cuda:1")

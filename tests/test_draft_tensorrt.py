@@ -104,12 +104,12 @@ def test_the_pass_before_cannot_go_on_in_anothers_keys_and_values(trt: Any) -> N
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"versions": {"tensorrt": "10.13.2"}}, r"versions\.tensorrt: '10\.13\.2'.*10\.14\.1"),
-        ({"versions": {}}, r"versions\.tensorrt: None"),
+        ({"versions": {"tensorrt": "10.13.2"}}, r"versions\.tensorrt: got '10\.13\.2'.*10\.14\.1"),
+        ({"versions": {}}, r"versions\.tensorrt: got None"),
         ({"files": {ENGINE: "0" * 64}}, r"files\.draft\.engine"),
-        ({"sm": (80, 86)}, r"sm: \(80, 86\).*90"),
-        ({"runtime": "onnx"}, "runtime: 'onnx'"),
-        ({"tokenizer_hash": "another"}, "tokenizer_hash: 'another'"),
+        ({"sm": (80, 86)}, r"sm: got \(80, 86\).*90"),
+        ({"runtime": "onnx"}, "runtime: got 'onnx'"),
+        ({"tokenizer_hash": "another"}, "tokenizer_hash: got 'another'"),
     ],
 )
 def test_an_engine_whose_manifest_does_not_fit_is_refused_by_the_field(
@@ -131,7 +131,7 @@ def test_an_engine_with_other_tensors_or_types_than_its_manifest_is_refused(trt:
     stated = DraftManifest.read(decoded).model_dump()
     stated["cache"]["dtype"] = "bfloat16"
     DraftManifest(**stated).write(decoded)
-    with pytest.raises(EngineRefused, match=r"cache\.dtype: 'bfloat16'.*FLOAT"):
+    with pytest.raises(EngineRefused, match=r"cache\.dtype: got 'bfloat16'.*FLOAT"):
         opened(decoded, "llama")
 
 

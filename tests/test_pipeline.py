@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,35 @@ def test_a_short_prompt_is_answered_in_full_and_says_so(byte_level: Any, text: s
     assert not draft.calls
     at = answered(draft, ScriptedTarget(byte_level), text, threshold=n)
     assert at.plan.reason is Reason.PRUNED
+
+
+@pytest.mark.parametrize("name", ["min_keep_tokens", "keep_tokens"])
+def test_a_prompt_that_would_be_kept_whole_anyway_is_answered_in_full_without_the_draft(
+    byte_level: Any, text: str, name: str
+) -> None:
+    n = dense_alone(byte_level, text).plan.prompt_tokens
+    amount = {"keep": None} if name == "keep_tokens" else {}
+    for least in (n, n + 1, 50 * n):
+        draft, target = ScriptedDraft(byte_level), ScriptedTarget(byte_level)
+        got = answered(draft, target, text, **{**amount, name: least, "positions": "contiguous"})
+        assert_dense(got, byte_level, text, Reason.BELOW_THRESHOLD)
+        assert got.plan.detail == (
+            f"{n} tokens are no more than the {name} of {least}: nothing to leave out"
+        )
+        assert draft.calls == []
+    fewer = answered(
+        ScriptedDraft(byte_level), ScriptedTarget(byte_level), text, **{**amount, name: n - 1}
+    )
+    assert fewer.plan.reason is Reason.PRUNED
+    assert fewer.plan.input_ids.size < n
+
+
+def test_a_ceiling_below_the_prompt_leaves_something_to_prune(byte_level: Any, text: str) -> None:
+    n = dense_alone(byte_level, text).plan.prompt_tokens
+    limits = {"keep": None, "keep_tokens": 2 * n, "max_keep_tokens": n // 2}
+    got = answered(ScriptedDraft(byte_level), ScriptedTarget(byte_level), text, **limits)
+    assert got.plan.reason is Reason.PRUNED
+    assert got.plan.input_ids.size <= n // 2
 
 
 def test_pruning_that_is_off_or_without_a_draft_is_disabled(byte_level: Any, text: str) -> None:
@@ -507,6 +537,69 @@ def test_bad_input_is_the_callers_and_never_a_fallback(byte_level: Any, source: 
 
 
 # --- streaming, and one request after another
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("settings", {"keep_rate": 0.1}, "a Settings or None"),
+        ("settings", Sampling(), "a Settings or None"),
+        ("sampling", {"max_tokens": 4}, "a Sampling or None"),
+        ("protect", 5, "a list of texts"),
+        ("protect", None, "a list of texts"),
+        ("protect", "a text", "a list of texts"),
+        ("protect", [5], "texts that are not empty"),
+        ("protect", [b"bytes"], "texts that are not empty"),
+        ("question", 5, "texts that are not empty"),
+        ("question", ["a text"], "texts that are not empty"),
+        ("tools", 5, "a list of tool definitions, each an object"),
+        ("tools", "a text", "a list of tool definitions, each an object"),
+        ("tools", ["a text"], "a list of tool definitions, each an object"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_refused_by_name(
+    byte_level: Any, text: str, name: str, value: Any, allowed: str
+) -> None:
+    model = SpecPrefill(ScriptedDraft(byte_level), ScriptedTarget(byte_level))
+    source = [{"role": "user", "content": text}]
+    for ask in (model.generate, model.stream, model.plan):
+        with pytest.raises(InputError) as caught:
+            ask(source, **{**KNOBS, name: value})
+        assert (caught.value.field, caught.value.allowed) == (name, allowed)
+
+
+def test_a_keep_rate_under_both_of_its_names_is_refused(byte_level: Any, text: str) -> None:
+    model = SpecPrefill(ScriptedDraft(byte_level), ScriptedTarget(byte_level))
+    with pytest.raises(InputError, match=r"^keep and keep_rate: got \(0\.1, 0\.2\)"):
+        model.generate(text, keep=0.1, keep_rate=0.2)
+
+
+def test_names_and_parts_in_the_wrong_places_are_refused(byte_level: Any) -> None:
+    draft, target = ScriptedDraft(byte_level), ScriptedTarget(byte_level)
+    for wrong, field in (
+        (("smollm2-135m", target), "draft"),
+        ((target, target), "draft"),
+        ((draft, "smollm2-135m"), "target"),
+        ((draft, None), "target"),
+    ):
+        with pytest.raises(InputError) as caught:
+            SpecPrefill(*wrong)  # type: ignore[arg-type]
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "name", ["draft", "target", "draft_engine", "dtype", "device", "cache_mib", "progress"]
+)
+def test_a_wrong_argument_is_refused_by_name_before_anything_is_loaded(name: str) -> None:
+    wrong = [5, None, b"smollm2-135m", ["a"], Path("/nowhere"), "nowhere"]
+    for value in wrong:
+        if value is None and name in ("draft", "draft_engine", "progress"):
+            continue
+        wanted = -1 if (name, value) == ("cache_mib", 5) else value
+        with pytest.raises(InputError) as caught:
+            SpecPrefill.from_pretrained(**{"target": "no such model", name: wanted})
+        assert caught.value.field == name
+        assert str(caught.value.value) == str(wanted)
 
 
 def test_a_stream_gives_the_selection_and_the_text_that_generate_gives(

@@ -491,7 +491,7 @@ def test_an_empty_prompt_selects_nothing_and_divides_by_nothing() -> None:
 
 def test_scores_of_another_length_are_refused(stock: Stock) -> None:
     prompt = stock.shared(100, keep_rate=0.5)
-    with pytest.raises(InputError, match="importance: 99"):
+    with pytest.raises(InputError, match="importance: got 99"):
         select(prompt, fresh_scores(np.random.default_rng(), 99))
 
 

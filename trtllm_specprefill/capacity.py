@@ -172,11 +172,11 @@ def _check(draft: Served, target: Served, gpu: Gpu, workload: Workload) -> None:
     for name, least in (("prompt", 1), ("output", 1), ("look_ahead", 0), ("batch", 1)):
         if getattr(workload, name) < least:
             raise InputError(name, getattr(workload, name), f"a whole number >= {least}")
-    for served in (draft, target):
+    for served, name in ((draft, "draft_precision"), (target, "precision")):
         if served.gpus < 1:
             raise InputError("gpus", served.gpus, "a whole number >= 1")
         if served.precision == "fp8" and gpu.fp8 is None:
-            raise InputError("precision", "fp8", "bf16 on a GPU without FP8")
+            raise InputError(name, "fp8", "bf16 on a GPU without FP8")
 
 
 def _batch(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from trtllm_specprefill.errors import ContextTooLong, InputError, SpecPrefillError
+from trtllm_specprefill.endings import EXIT_CODES, run_app
+from trtllm_specprefill.errors import ContextTooLong, InputError, given_as
 from trtllm_specprefill.evaluation.commands import CALIBRATE_EXAMPLE, calibrate_heads
 from trtllm_specprefill.reference import SETTINGS_EXAMPLE, list_settings
 from trtllm_specprefill.serving import commands
@@ -25,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Speculative prefill: a draft scores a long prompt, a target reads what matters.",
+    epilog=EXIT_CODES,
 )
 _screen = Console(stderr=True, highlight=False)
 
@@ -213,20 +213,25 @@ def score(
     source = _source(messages, prompt, context, question)
     definitions = None if tools is None else _read_json("--tools", tools)
     from trtllm_specprefill.draft.load import engine_kind, load_draft
-    from trtllm_specprefill.models import load_tokenizer
+    from trtllm_specprefill.models import check_name, load_tokenizer
     from trtllm_specprefill.prompt import prepare, tokenizer_difference
     from trtllm_specprefill.selection import select
 
-    kind = "torch" if draft_engine is None else engine_kind(draft_engine)
-    scorer = load_draft(
-        kind,
-        draft if draft_engine is None else "",
-        path=draft_engine or "",
-        dtype=dtype,
-        device=device,
-        progress=_say,
-    )
-    tokenizer = scorer.tokenizer if target is None else load_tokenizer(target, _say)
+    if target is not None:
+        with given_as(model="target"):
+            check_name(target)
+    with given_as(**({"model": "draft"} if draft_engine is None else {"engine": "draft_engine"})):
+        kind = "torch" if draft_engine is None else engine_kind(draft_engine)
+        scorer = load_draft(
+            kind,
+            draft if draft_engine is None else "",
+            path=draft_engine or "",
+            dtype=dtype,
+            device=device,
+            progress=_say,
+        )
+    with given_as(model="target"):
+        tokenizer = scorer.tokenizer if target is None else load_tokenizer(target, _say)
     same = tokenizer_difference(scorer.tokenizer, tokenizer) is None
     prepared = prepare(
         source.for_tokenizer(tokenizer),
@@ -311,12 +316,18 @@ def plan_capacity(
 
     if gpu not in capacity.GPUS:
         raise InputError("gpu", gpu, "one of " + ", ".join(capacity.GPUS))
-    config = load_config(target)
+    with given_as(model="target"):
+        config = load_config(target)
+    with given_as(model="draft"):
+        draft_config = load_config(draft)
     if prompt + output > config.max_position_embeddings:
         allowed = f"at most {config.max_position_embeddings} with the answer: {target}'s positions"
         raise InputError("prompt and output", (prompt, output), allowed)
     served = capacity.Served.of(config, precision, gpus)
-    scorer = capacity.Served.of(load_config(draft), draft_precision, draft_gpus or gpus)
+    if draft_gpus < 0:
+        raise InputError("draft_gpus", draft_gpus, "a whole number >= 0")
+    with given_as(precision="draft_precision"):
+        scorer = capacity.Served.of(draft_config, draft_precision, draft_gpus or gpus)
     work = capacity.Workload(prompt, keep, output, batch=batch)
     plan = capacity.plan_capacity(scorer, served, capacity.GPUS[gpu], work, shared=draft_gpus == 0)
     if as_json:
@@ -360,7 +371,7 @@ def parse_settings(items: Sequence[str] | None) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for item in items or ():
         name, equals, text = item.partition("=")
-        if not equals:
+        if not name or not equals:
             raise InputError("--set", item, "NAME=VALUE")
         try:
             values[name] = json.loads(text)
@@ -372,6 +383,8 @@ def parse_settings(items: Sequence[str] | None) -> dict[str, Any]:
 def _source(
     messages: str | None, prompt: str | None, context: str | None, question: str | None
 ) -> _Source:
+    from trtllm_specprefill.prompt import read_input
+
     given = [
         name
         for name, value in (("--messages", messages), ("--prompt", prompt), ("--context", context))
@@ -390,25 +403,16 @@ def _source(
     if messages is not None:
         return _Source(_read_json("--messages", messages), None, None)
     if prompt is not None:
-        return _Source(_read("--prompt", prompt), None, None)
+        return _Source(read_input("--prompt", prompt), None, None)
     assert context is not None
-    return _Source(None, _read("--context", context), question)
-
-
-def _read(option: str, name: str) -> str:
-    from trtllm_specprefill.prompt import read_text
-
-    if name == "-":
-        try:
-            return sys.stdin.buffer.read().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(option, "stdin", f"UTF-8 text ({error.reason})") from None
-    return read_text(option, Path(name))
+    return _Source(None, read_input("--context", context), question)
 
 
 def _read_json(option: str, name: str) -> Any:
+    from trtllm_specprefill.prompt import read_input
+
     try:
-        value = json.loads(_read(option, name))
+        value = json.loads(read_input(option, name))
     except json.JSONDecodeError as error:
         raise InputError(option, name, f"a file of JSON ({error})") from None
     if not isinstance(value, list):
@@ -453,21 +457,6 @@ app.command("settings", epilog=SETTINGS_EXAMPLE)(list_settings)
 def main() -> None:
     """Run `specprefill`."""
     run_app(app)
-
-
-def run_app(commands: typer.Typer) -> None:
-    """Run a command line; a mistake of the caller is one line and exit code 2, no traceback."""
-    try:
-        commands()
-    except InputError as error:
-        sys.exit(_complain(error, 2))
-    except SpecPrefillError as error:
-        sys.exit(_complain(error, 1))
-
-
-def _complain(error: Exception, code: int) -> int:
-    print(f"specprefill: {' '.join(str(error).split())}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def choose_device(device: str) -> torch.device:
         return torch.device("cuda" if cuda else "cpu")
     if device == "cpu" or (device == "cuda" and cuda):
         return torch.device(device)
-    numbered = re.fullmatch(r"cuda:(\d+)", device)
+    numbered = re.fullmatch(r"cuda:(\d+)", str(device))
     if numbered and int(numbered[1]) < cuda:
         return torch.device("cuda", int(numbered[1]))
     seen = f"cuda, cuda:0 to cuda:{cuda - 1}" if cuda else "no cuda: torch sees no GPU here"
@@ -48,7 +48,7 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     Raises:
         InputError: `dtype` is none of these.
     """
-    if dtype in DTYPES:
+    if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
     if dtype != "auto":
         raise InputError("dtype", dtype, ", ".join(["auto", *DTYPES]))

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ __all__ = [
     "EngineModel",
     "FetchFailed",
     "Model",
+    "check_name",
     "end_ids",
     "engine_model",
     "load_config",
@@ -195,16 +197,30 @@ def _silent(line: str) -> None:
     del line
 
 
-def _locate(name: str, progress: Progress) -> str:
+def check_name(name: str | os.PathLike[str]) -> str:
+    """`name` as a text, if it may be a model's; nothing is read or fetched.
+
+    Raises `InputError` for what is neither an alias, a file, a folder, nor as hub ids are.
+    """
+    text = os.fspath(name) if isinstance(name, os.PathLike) else name
+    if isinstance(text, str) and (
+        text in DEMO_MODELS
+        or _existing(text) is not None
+        or (_HUB_ID.fullmatch(text) and not text.endswith(".gguf"))
+    ):
+        return text
+    raise InputError("model", name, _NAMES)
+
+
+def _locate(name: str | os.PathLike[str], progress: Progress) -> str:
     """The folder, or the hub id, that transformers can load."""
+    name = check_name(name)
     if name in DEMO_MODELS:
         return str(demo_folder(DEMO_MODELS[name], cache_folder(), progress))
     path = _existing(name)
     if path is None:
-        if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
-            progress(f"looking for {name} on the Hugging Face hub")
-            return name
-        raise InputError("model", name, _NAMES)
+        progress(f"looking for {name} on the Hugging Face hub")
+        return name
     if path.is_file():
         return str(_gguf_folder(path, name, cache_folder(), progress))
     if not (path / "config.json").is_file():

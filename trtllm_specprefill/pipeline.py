@@ -10,6 +10,7 @@ instead. The draft runs at most once per request.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -29,15 +30,17 @@ from trtllm_specprefill.errors import (
     DegenerateScores,
     DraftFailed,
     DraftTimeout,
+    InputError,
     SpecPrefillError,
     TargetFailed,
     TokenizerMismatch,
     UnsupportedModel,
     UnsupportedPositions,
+    given_as,
 )
 from trtllm_specprefill.fetch import Progress
 from trtllm_specprefill.importance import Importance
-from trtllm_specprefill.models import load_model
+from trtllm_specprefill.models import check_name, load_model
 from trtllm_specprefill.plan import (
     Positions,
     PrunePlan,
@@ -141,7 +144,14 @@ class SpecPrefill:
     """
 
     def __init__(self, draft: Draft | None, target: Target) -> None:
-        """Check once whether the two share a tokenizer."""
+        """Check once whether the two share a tokenizer.
+
+        Raises `InputError` for anything but a `Draft` and a `Target`.
+        """
+        if draft is not None and not isinstance(draft, Draft):
+            raise InputError("draft", draft, "a Draft or None; from_pretrained takes names")
+        if not isinstance(target, Target):
+            raise InputError("target", target, "a Target; from_pretrained takes names")
         self.draft, self.target = draft, target
         self.tokenizer_difference = (
             None if draft is None else tokenizer_difference(draft.tokenizer, target.tokenizer)
@@ -167,22 +177,35 @@ class SpecPrefill:
         a model that cannot be used, `UnsupportedModel` for a family whose attention cannot be
         captured.
         """
+        if not isinstance(cache_mib, int) or cache_mib < 0:
+            raise InputError("cache_mib", cache_mib, "a whole number >= 0")
+        if progress is not None and not callable(progress):
+            raise InputError("progress", progress, "a function of one text, or None")
         if draft_engine is not None:
-            scorer = load_draft(
-                engine_kind(draft_engine),
-                path=draft_engine,
-                device=device,
-                cache_mib=cache_mib,
-                progress=progress,
-            )
-            target_model = load_model(target, dtype, device, progress)
+            if not isinstance(draft_engine, str | os.PathLike):
+                raise InputError("draft_engine", draft_engine, "a folder made by engine_build")
+            with given_as(engine="draft_engine"):
+                scorer = load_draft(
+                    engine_kind(draft_engine),
+                    path=draft_engine,
+                    device=device,
+                    cache_mib=cache_mib,
+                    progress=progress,
+                )
+            with given_as(model="target"):
+                target_model = load_model(target, dtype, device, progress)
             return cls(scorer, TorchTarget(target_model, cache_mib << 20))
-        target_model, keep = load_model(target, dtype, device, progress), cache_mib << 20
+        if draft is not None:
+            with given_as(model="draft"):
+                check_name(draft)  # before the target is loaded, which may take minutes
+        with given_as(model="target"):
+            target_model, keep = load_model(target, dtype, device, progress), cache_mib << 20
         if draft is None:
             return cls(None, TorchTarget(target_model, keep))
-        draft_model = (
-            target_model if draft == target else load_model(draft, dtype, device, progress)
-        )
+        with given_as(model="draft"):
+            draft_model = (
+                target_model if draft == target else load_model(draft, dtype, device, progress)
+            )
         scorer = remembering(TorchDraft(draft_model, keep), keep)
         return cls(scorer, TorchTarget(target_model, keep))
 
@@ -305,7 +328,9 @@ class SpecPrefill:
         question: str | None,
         clock: Clock,
     ) -> tuple[Prompt, PrunePlan]:
-        pieces = protect if isinstance(protect, str) else list(protect)
+        # Read once: the prompt may be prepared twice. What is no list of texts is refused there.
+        once = isinstance(protect, Iterable) and not isinstance(protect, str)
+        pieces = list(protect) if once else protect
 
         def prepared(draft_tokenizer: Any) -> Prompt:
             return prepare(
@@ -351,6 +376,11 @@ class SpecPrefill:
         if n < settings.threshold:
             words = f"{n} tokens are fewer than the threshold of {settings.threshold}"
             return Reason.BELOW_THRESHOLD, words
+        for name in ("min_keep_tokens", "keep_tokens"):
+            least = getattr(settings, name)
+            if least is not None and settings.clamp(least, n) == n:
+                words = f"{n} tokens are no more than the {name} of {least}: nothing to leave out"
+                return Reason.BELOW_THRESHOLD, words
         # Under coverage without a ceiling nobody knows how much will be kept.
         known = settings.budget(n) is not None or settings.max_keep_tokens is not None
         if settings.min_gain and known:
@@ -467,7 +497,17 @@ def _floor_remarks(prompt: Prompt) -> list[str]:
 def with_knobs(
     settings: Settings | None, sampling: Sampling | None, knobs: dict[str, Any]
 ) -> tuple[Settings, Sampling]:
-    """Settings and sampling in force, single knobs by name put over the whole ones."""
+    """Settings and sampling in force, single knobs by name put over the whole ones.
+
+    Raises `InputError` for what cannot be used of any of them.
+    """
+    if not isinstance(settings, Settings | None):
+        raise InputError("settings", settings, "a Settings or None")
+    if not isinstance(sampling, Sampling | None):
+        raise InputError("sampling", sampling, "a Sampling or None")
+    if {"keep", "keep_rate"} <= set(knobs):
+        both = (knobs["keep"], knobs["keep_rate"])
+        raise InputError("keep and keep_rate", both, "one of them: they are the same")
     values = {("keep_rate" if name == "keep" else name): value for name, value in knobs.items()}
     drawn = {name: values.pop(name) for name in list(values) if name in Sampling.model_fields}
     base = settings.model_dump(exclude_unset=True) if settings else {}

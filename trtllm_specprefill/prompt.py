@@ -9,6 +9,7 @@ are (the way of arXiv 2603.02631, without its second tokenisation).
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +164,7 @@ def prepare(
     draft = target if draft_tokenizer is None else encode(draft_tokenizer, text, special=True)
     if settings.tail_tokens is None:
         settings = settings.model_copy(update={"tail_tokens": default_tail(len(target))})
-    if isinstance(protect, str):
+    if isinstance(protect, str | bytes) or not isinstance(protect, Iterable):
         raise InputError("protect", protect, "a list of texts")
     marked = [span for piece in protect for span in _occurrences("protect", text, piece)]
     if question is not None:
@@ -199,6 +200,18 @@ def read_text(field: str, path: Path) -> str:
         raise InputError(field, str(path), f"a UTF-8 text file ({error.reason})") from None
     except OSError as error:
         raise InputError(field, str(path), f"a file that can be read ({error.strerror})") from None
+
+
+def read_input(field: str, name: str) -> str:
+    """As `read_text`; of stdin where `name` is `-`."""
+    if not name:
+        raise InputError(field, name, "the name of a file, or - for stdin")
+    if name != "-":
+        return read_text(field, Path(name))
+    try:
+        return str(sys.stdin.buffer.read(), "utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(field, "stdin", f"UTF-8 text ({error.reason})") from None
 
 
 def check_text(field: str, text: str) -> None:
@@ -314,7 +327,7 @@ def _last_lines(text: str, draft: Encoding, start: int, end: int) -> int:
 
 
 def _occurrences(field: str, text: str, piece: str) -> list[Span]:
-    if not piece:
+    if not isinstance(piece, str) or not piece:
         raise InputError(field, piece, "texts that are not empty")
     found = []
     start = text.find(piece)
@@ -365,6 +378,10 @@ def _render(
 ) -> tuple[str, list[_Content]]:
     """Messages through the chat template, and where each message's text ended up."""
     messages = _check_messages(source)
+    if tools is not None and not (
+        isinstance(tools, Sequence) and all(isinstance(tool, dict) for tool in tools)
+    ):
+        raise InputError("tools", tools, "a list of tool definitions, each an object")
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             "messages",
@@ -447,7 +464,7 @@ def _search(text: str, bodies: list[str]) -> list[tuple[int, int]]:
 
 def _check_messages(source: Sequence[dict[str, Any]]) -> list[_Message]:
     if isinstance(source, (bytes, dict)) or not isinstance(source, Sequence):
-        raise InputError("messages", source, "a list of chat messages")
+        raise InputError("messages", source, "a text or a list of chat messages")
     if not source:
         raise InputError("messages", source, "at least one message")
     messages = []

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import Self
 
+from trtllm_specprefill.allowed import allowed, refusal
 from trtllm_specprefill.errors import InputError
 
 PositionPolicy = Literal["auto", "original", "contiguous"]
@@ -42,25 +43,12 @@ class _Knobs(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
-            raise cls._input_error(error) from None
-
-    @classmethod
-    def _input_error(cls, error: ValidationError) -> InputError:
-        first = error.errors()[0]
-        cause = first.get("ctx", {}).get("error")
-        if isinstance(cause, InputError):
-            return cause
-        name = str(first["loc"][0]) if first["loc"] else "settings"
-        if name not in cls.model_fields:
-            return InputError(name, first["input"], f"one of {', '.join(cls.model_fields)}")
-        return InputError(name, first["input"], cls.allowed(name))
+            raise refusal(cls, error) from None
 
     @classmethod
     def allowed(cls, name: str) -> str:
         """What field `name` may hold, in words."""
-        extra = cls.model_fields[name].json_schema_extra
-        assert isinstance(extra, dict)
-        return str(extra["allowed"])
+        return allowed(cls.model_fields[name])
 
     @classmethod
     def meaning(cls, name: str) -> str:

@@ -229,7 +229,7 @@ def test_the_command_takes_its_options_and_prints_what_was_built(
     assert found["made"] == {"graph": False, "probe": False}
     assert found["bytes"] == {GRAPH: (copied.out / GRAPH).stat().st_size}
     assert "graph: as it was built before" in shown.err
-    with pytest.raises(InputError, match=r"precision: .int8.*fp32, bf16 or fp8"):
+    with pytest.raises(InputError, match=r"precision: got .int8.*fp32, bf16 or fp8"):
         app(["draft", *asked[:4], "--precision", "int8"], standalone_mode=False)
 
 
@@ -355,18 +355,18 @@ def test_a_folder_that_another_build_writes_is_refused(copied: DraftBuild) -> No
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"scorer": "plugin"}, "scorer: 'plugin'.*onnx takes no"),
-        ({"scorer": "plugin", "runtime": "tensorrt-rtx"}, "scorer: 'plugin'.*rtx takes no"),
-        ({"precision": "bf16"}, "precision: 'bf16'.*fp32 or fp8"),
+        ({"scorer": "plugin"}, "scorer: got 'plugin'.*onnx takes no"),
+        ({"scorer": "plugin", "runtime": "tensorrt-rtx"}, "scorer: got 'plugin'.*rtx takes no"),
+        ({"precision": "bf16"}, "precision: got 'bf16'.*fp32 or fp8"),
         ({"sm": (89,)}, "sm: .*runtime onnx"),
-        ({"runtime": "tensorrt-rtx", "sm": (80,)}, "sm: 80.*89 or later for fp8"),
+        ({"runtime": "tensorrt-rtx", "sm": (80,)}, "sm: got 80.*89 or later for fp8"),
         ({"runtime": "tensorrt", "sm": (89, 90)}, "sm: .*at most one"),
-        ({"max_batch": 0}, "max_batch: 0"),
-        ({"max_tokens": 9}, "max_tokens: 9.*16 to"),
-        ({"max_tokens": 10**6}, "max_tokens: 1000000.*positions of"),
-        ({"layers": 9}, "layers: 9.*1 to 4"),
-        ({"heads": Path("nowhere.json")}, r"heads: 'nowhere\.json'.*JSON"),
-        ({"calibration": Path("nowhere.txt")}, r"document: .*nowhere\.txt"),
+        ({"max_batch": 0}, "max_batch: got 0"),
+        ({"max_tokens": 9}, "max_tokens: got 9.*16 to"),
+        ({"max_tokens": 10**6}, "max_tokens: got 1000000.*positions of"),
+        ({"layers": 9}, "layers: got 9.*1 to 4"),
+        ({"heads": Path("nowhere.json")}, r"heads: got 'nowhere\.json'.*JSON"),
+        ({"calibration": Path("nowhere.txt")}, r"calibration: .*nowhere\.txt"),
     ],
 )
 def test_options_that_cannot_be_are_refused_before_anything_is_built(
@@ -383,7 +383,7 @@ def test_tensorrt_builds_for_the_gpu_that_is_here_and_no_other(
 ) -> None:
     monkeypatch.setattr(choices, "_this_gpu", lambda: 90)
     build = DraftBuild(model, tmp_path / "engine", runtime="tensorrt", sm=(89,))
-    with pytest.raises(InputError, match=r"sm: \(89,\).*90, this GPU's"):
+    with pytest.raises(InputError, match=r"sm: got \(89,\).*90, this GPU's"):
         quietly(build)
 
 

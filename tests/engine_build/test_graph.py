@@ -226,9 +226,9 @@ def test_weights_too_large_for_one_file_lie_beside_the_graph(
 
 def test_layers_and_heads_the_model_does_not_have_are_refused() -> None:
     model = small("llama")
-    with pytest.raises(InputError, match=r"layers: 5 .*1 to 4"):
+    with pytest.raises(InputError, match=r"layers: got 5, .*1 to 4"):
         ScoringModel(model, Scoring("window", 5))
-    with pytest.raises(InputError, match=r"heads: \[6\]"):
+    with pytest.raises(InputError, match=r"heads: got \[6\]"):
         ScoringModel(model, Scoring("window", 1, ((6,),)))
     with pytest.raises(InputError, match="heads"):
         Scoring("window", 2, ((1,),))

@@ -27,7 +27,13 @@ from perf import analyzer
 from trtllm_specprefill import Settings, SpecPrefill
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import InputError
-from trtllm_specprefill.serving.client import RequestFailed, infer, inputs_of, stream
+from trtllm_specprefill.serving.client import (
+    RequestFailed,
+    RequestRefused,
+    infer,
+    inputs_of,
+    stream,
+)
 from trtllm_specprefill.serving.launch import Server, launch_of, with_free_ports
 from trtllm_specprefill.serving.repository import render
 from trtllm_specprefill.serving.settings import Limits, ServeSettings
@@ -290,6 +296,9 @@ def test_wrong_types_and_names_of_tensors_are_refused(http: str, server: Server)
     ):
         with pytest.raises(urllib.error.HTTPError):
             post(f"{http}/specprefill/generate", body)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(f"{http}/specprefill/generate", {"text_input": "two words", "max_tokens": 0})
+    assert caught.value.code == 400
     assert server.model_ready("specprefill")
 
 
@@ -312,7 +321,7 @@ def test_requests_under_load_are_answered_as_if_alone(
     def one(number: int) -> str:
         values = kinds[number % 4]
         if number % 8 == 3:
-            with pytest.raises(RequestFailed, match="orchestrator: keep_rate"):
+            with pytest.raises(RequestRefused, match=r"orchestrator: keep_rate: got 1\.5"):
                 whole(grpc, {**values, "specprefill": {"keep": 1.5}})
             return alone[number % 4]
         if number % 8 == 6:
@@ -387,8 +396,9 @@ def test_more_requests_than_fit_are_refused_at_once(grpc: str, server: Server, p
         waiting = LIMITS.requests - LIMITS.answers
         answers = [pool.submit(whole, grpc, {**values, "max_tokens": 6}) for _ in range(waiting)]
         until(lambda: metric(server, "specprefill_requests_inside") == LIMITS.requests)
-        with pytest.raises(RequestFailed, match=f"overloaded: {LIMITS.requests} requests"):
+        with pytest.raises(RequestFailed, match=f"overloaded: {LIMITS.requests} req") as caught:
             whole(grpc, values)
+        assert not isinstance(caught.value, RequestRefused)  # the same request may be sent again
         for answer in endless:
             answer.close()
         texts = {answer.result()[0] for answer in answers}
@@ -487,7 +497,7 @@ def test_perf_analyzer_measures_a_cell_of_the_sweep(grpc: str, prose: str, tmp_p
         assert 0 < one.report["ttft_s"] <= one.ttft_s
         assert one.text
     bad = [{**requests[0], "max_tokens": -1}]
-    with pytest.raises(analyzer.AnalyzerFailed, match="max_tokens: -1"):
+    with pytest.raises(analyzer.AnalyzerFailed, match="max_tokens: got -1"):
         analyzer.load(analyzer.find(print), grpc, bad, 1, 1)
 
 

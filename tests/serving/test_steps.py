@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import re
 import threading
 import time
@@ -539,10 +540,24 @@ def test_a_marked_question_goes_over_the_wire() -> None:
     ("values", "words"),
     [
         ({"target": {"backend": "endpoint"}}, "target.url"),
-        ({"ports": {"http": 9000, "grpc": 9000}}, "ports.grpc: 9000 .* another port than http"),
-        ({"ports": {"grpc": 8002}}, "ports.metrics: 8002 .* another port than grpc"),
-        ({"drafft": {}}, "drafft: .* one of draft, target"),
-        ({"draft": {"modell": "x"}}, "draft.modell: 'x' .* one of model, dtype"),
+        (
+            {"ports": {"http": 9000, "grpc": 9000}},
+            "ports.grpc: got 9000, .* another port than http",
+        ),
+        ({"ports": {"grpc": 8002}}, "ports.metrics: got 8002, .* another port than grpc"),
+        ({"drafft": {}}, "drafft: .* only the names draft, target"),
+        ({"draft": {"modell": "x"}}, "draft.modell: got 'x', .* only the names model, dtype"),
+        ({"draft": {"threads": 0}}, "draft.threads: got 0, .* a whole number >= 1, or none"),
+        ({"limits": {"presence": "x"}}, "limits.presence: got 'x', .* a number > 0"),
+        ({"limits": {"presence": math.inf}}, "limits.presence: got inf"),
+        ({"ports": {"http": 65536}}, "ports.http: got 65536, .* >= 0 and <= 65535"),
+        ({"target": {"backend": "tpu"}}, "target.backend: got 'tpu', .* torch, .* or endpoint"),
+        ({"draft": {"dtype": "float8"}}, "draft.dtype: got 'float8', .* bfloat16 or float16"),
+        ({"draft": {"device": "tpu"}}, "draft.device: got 'tpu', .* cuda or cuda:N"),
+        ({"draft": 5}, "draft: got 5, .* an object with some of model, dtype"),
+        ({"settings": {"pool": 4}}, "settings.pool: got 4, .* odd"),
+        ({"sampling": {"stop": ["a", 5]}}, "sampling.stop: got 5, .* a list of texts"),
+        ({1: 2}, "1: got 1, .* only the names draft"),
     ],
 )
 def test_settings_of_a_server_that_cannot_be_are_refused_by_name(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import triton_python_backend_utils as pb
 
-from trtllm_specprefill.errors import Cancelled, DraftFailed, SpecPrefillError
+from trtllm_specprefill.errors import Cancelled, DraftFailed, InputError, SpecPrefillError
 from trtllm_specprefill.serving.control import listen, tell
 from trtllm_specprefill.serving.metrics import OrchestratorMetrics
 from trtllm_specprefill.serving.orchestrator import (
@@ -78,7 +78,7 @@ class TritonPythonModel:
             entry.close()
         except SpecPrefillError as error:
             self.metrics.ended("error")
-            entry.fail(str(error))
+            entry.fail(str(error), bad_input=isinstance(error, InputError))
         except Exception as error:
             self.metrics.ended("error")
             entry.fail(f"{type(error).__name__}: {error}")
@@ -130,14 +130,15 @@ class _Entry:
             self._open = False
             self._sender.send(flags=_FINAL)
 
-    def fail(self, words):
+    def fail(self, words, bad_input=False):
         with self._lock:
             self._open = False
-            _fail(self._sender, words)
+            _fail(self._sender, words, bad_input)
 
 
-def _fail(sender, words):
-    error = pb.TritonError(f"orchestrator: {words}")
+def _fail(sender, words, bad_input=False):
+    code = pb.TritonError.INVALID_ARG if bad_input else pb.TritonError.INTERNAL
+    error = pb.TritonError(f"orchestrator: {words}", code)
     sender.send(pb.InferenceResponse(error=error), flags=_FINAL)
 
 

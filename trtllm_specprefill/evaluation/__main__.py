@@ -14,13 +14,14 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from trtllm_specprefill import cli
-from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.endings import run_app
+from trtllm_specprefill.errors import InputError, given_as
 from trtllm_specprefill.evaluation.haystack import haystack
 from trtllm_specprefill.evaluation.needle import Case, cases, digest, run_case, summary
 from trtllm_specprefill.evaluation.positions import compare_positions
 from trtllm_specprefill.evaluation.qa import cases as question_cases
 from trtllm_specprefill.evaluation.qa import locate, read_questions, retention
-from trtllm_specprefill.evaluation.report import command, machine
+from trtllm_specprefill.evaluation.report import check_out, command, machine
 from trtllm_specprefill.measured import own_folder, write
 from trtllm_specprefill.models import load_tokenizer
 from trtllm_specprefill.pipeline import SpecPrefill
@@ -55,7 +56,9 @@ def _say(line: str) -> None:
 def needle(
     draft: Annotated[str, typer.Option(help="Model that scores.")] = "smollm2-135m",
     target: Annotated[str, typer.Option(help="Model that answers.")] = "smollm2-135m",
-    lengths: Annotated[list[int], typer.Option(help="Tokens of the context; repeatable.")] = [  # noqa: B006
+    lengths: Annotated[
+        list[int], typer.Option(min=1, help="Tokens of the context; repeatable.")
+    ] = [  # noqa: B006
         2000,
         4000,
         7000,
@@ -70,7 +73,7 @@ def needle(
         0.05,
     ],
     random_keep: Annotated[float, typer.Option(help="Keep rate of the random baseline.")] = 0.3,
-    seed: Annotated[int, typer.Option(help="Of passages, facts and the baseline.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of passages, facts and the baseline.")] = 0,
     setting: cli.Set_ = None,
     document: Document_ = None,
     dtype: cli.Dtype_ = "auto",
@@ -79,6 +82,7 @@ def needle(
     as_json: cli.Json_ = False,
 ) -> None:
     """Plant a fact in long prose, prune, ask: full, at each keep rate, and at random."""
+    check_out(out)
     prose = haystack(document, _say)
     knobs = _knobs(setting, [*keep, random_keep])
     counts = needles * len(lengths) if len(needles) == 1 else needles
@@ -104,7 +108,9 @@ def needle(
 def qa(
     draft: Annotated[str, typer.Option(help="Model that scores.")] = "smollm2-135m",
     target: Annotated[str, typer.Option(help="Model that answers.")] = "smollm2-135m",
-    lengths: Annotated[list[int], typer.Option(help="Tokens of the context; repeatable.")] = [  # noqa: B006
+    lengths: Annotated[
+        list[int], typer.Option(min=1, help="Tokens of the context; repeatable.")
+    ] = [  # noqa: B006
         1500,
         3000,
     ],
@@ -113,7 +119,7 @@ def qa(
         0.1,
     ],
     random_keep: Annotated[float, typer.Option(help="Keep rate of the random baseline.")] = 0.1,
-    seed: Annotated[int, typer.Option(help="Of the baseline.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the baseline.")] = 0,
     setting: cli.Set_ = None,
     document: Document_ = None,
     questions: Annotated[
@@ -131,6 +137,7 @@ def qa(
     """Ask what a reader would ask of prose: full, at each keep rate, and at random."""
     if document is not None and questions is None:
         raise InputError("questions", None, "a file of questions on the document that is given")
+    check_out(out)
     prose = haystack(document, _say)
     asked = read_questions(questions)[:first]
     for question in asked:
@@ -154,13 +161,15 @@ def qa(
 def positions(
     draft: Annotated[str, typer.Option(help="Model that scores.")] = "smollm2-135m",
     target: Annotated[str, typer.Option(help="Model that answers.")] = "smollm2-135m",
-    lengths: Annotated[list[int], typer.Option(help="Tokens of the context; repeatable.")] = [  # noqa: B006
+    lengths: Annotated[
+        list[int], typer.Option(min=1, help="Tokens of the context; repeatable.")
+    ] = [  # noqa: B006
         1500,
         3000,
     ],
     needles: Annotated[int, typer.Option(min=1, help="Needles of each length.")] = 12,
     keep: Annotated[float, typer.Option(help="Keep rate.")] = 0.1,
-    seed: Annotated[int, typer.Option(help="Of passages and facts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of passages and facts.")] = 0,
     document: Document_ = None,
     dtype: cli.Dtype_ = "auto",
     device: cli.Device_ = "auto",
@@ -170,6 +179,8 @@ def positions(
     ] = None,
 ) -> None:
     """Find out with which positions a target answers better, for `positions=auto`."""
+    Settings.of(keep_rate=keep)
+    check_out(out)
     prose = haystack(document, _say)
     model = SpecPrefill.from_pretrained(draft, target, dtype=dtype, device=device, progress=_say)
     assert model.draft is not None
@@ -287,12 +298,14 @@ def demo(
     positions: Annotated[
         str, typer.Option(help="A target this small reads contiguous positions better.")
     ] = "contiguous",
-    seed: Annotated[int, typer.Option(help="Of the passage and the fact.")] = 7,
+    seed: Annotated[int, typer.Option(min=0, help="Of the passage and the fact.")] = 7,
     document: Document_ = None,
 ) -> None:
     """Plant a fact in a long document, ask for it with and without pruning, show both."""
     prose = haystack(document, _say)
-    case: Case = next(cases(prose, load_tokenizer(target, _say), [tokens], [1], seed))
+    with given_as(model="target"):
+        tokenizer = load_tokenizer(target, _say)
+    case: Case = next(cases(prose, tokenizer, [tokens], [1], seed))
     with tempfile.TemporaryDirectory() as folder:
         context = Path(folder) / "document.txt"
         context.write_text(case.context, "utf-8")
@@ -316,7 +329,7 @@ def demo(
 
 def main() -> None:
     """Run a command with the command line's manners."""
-    cli.run_app(app)
+    run_app(app)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.errors import InputError, given_as
 
 CALIBRATE_EXAMPLE = "Example: specprefill calibrate-heads --draft smollm2-135m --prompts 24"
 _screen = Console(stderr=True, highlight=False)
@@ -26,7 +26,7 @@ def calibrate_heads(
     slack: Annotated[
         float, typer.Option(min=0.0, help="Recall given up for a shallower pass, on other prompts.")
     ] = 0.05,
-    seed: Annotated[int, typer.Option(help="Of passages and facts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of passages and facts.")] = 0,
     document: Annotated[
         list[Path] | None,
         typer.Option(help="UTF-8 text the other prompts are made of as well; repeatable."),
@@ -43,14 +43,17 @@ def calibrate_heads(
     from trtllm_specprefill.evaluation.calibrate import calibrate
     from trtllm_specprefill.evaluation.haystack import haystack
     from trtllm_specprefill.evaluation.qa import read_questions
-    from trtllm_specprefill.evaluation.report import command
+    from trtllm_specprefill.evaluation.report import check_out, command
     from trtllm_specprefill.measured import own_folder, write
     from trtllm_specprefill.models import load_model
+
+    check_out(out)
 
     def say(line: str) -> None:
         _screen.print(line, style="dim", markup=False)
 
-    scorer = TorchDraft(load_model(draft, progress=say))
+    with given_as(model="draft"):
+        scorer = TorchDraft(load_model(draft, progress=say))
     layers = int(scorer.config.num_hidden_layers)
     deepest = -(-layers // 2) if most_layers is None else most_layers
     if deepest > layers:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
+from trtllm_specprefill.allowed import refusal
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.evaluation.needle import FULL, Case
 from trtllm_specprefill.evaluation.words import find_words
@@ -59,9 +60,7 @@ def read_questions(path: Path | None = None) -> tuple[Question, ...]:
     try:
         return Questions.model_validate_json(text).questions
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        allowed = f"a JSON file of questions ({where}: {first['msg']})"
+        allowed = f"a JSON file of questions ({refusal(Questions, error)})"
         raise InputError("questions", str(path), allowed) from None
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import tempfile
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
+
+from trtllm_specprefill.errors import InputError
 
 
 def machine() -> dict[str, object]:
@@ -35,6 +38,29 @@ def command() -> str:
     else:
         head = f"python -m perf.{program.stem}" if program.suffix == ".py" else program.name
     return " ".join([head, *sys.argv[1:]])
+
+
+def check_out(out: Path | None) -> None:
+    """Make the folder of a result; raise `InputError` where the file cannot be written.
+
+    For before the measuring: it takes long, and its result should have a place to go.
+    """
+    if out is None:
+        return
+    if out.is_dir():
+        raise InputError("out", str(out), "a file, not a folder")
+    check_folder(out.parent)
+
+
+def check_folder(out: Path) -> None:
+    """Make the folder of results; raise `InputError` where nothing can be written into it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        allowed = f"a place to write to ({error.strerror})"
+        raise InputError("out", str(out), allowed) from None
 
 
 def _processor() -> str:

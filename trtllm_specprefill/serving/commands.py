@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trtllm_specprefill.errors import InputError, SpecPrefillError
+from trtllm_specprefill.errors import InputError, SpecPrefillError, given_as
 
 SERVE_EXAMPLE = "Example: specprefill serve --draft smollm2-135m --target smollm2-135m"
 CLIENT_EXAMPLE = "Example: specprefill client --context report.txt --question 'Who signed it?'"
@@ -71,9 +72,11 @@ def serve(
     ):
         if value is not None:
             values.setdefault(part, {})[name] = value
-    settings = with_free_ports(ServeSettings.of(values))
+    settings = ServeSettings.of(values)
+    _check_host(settings.ports.host)
+    settings = with_free_ports(settings)
     settings.check_positions()
-    _check_names(settings)
+    check_models(settings)
     world = world_of(settings, world_size, nodes.split(",") if nodes else (), launcher)
     memory = gpu_memory_of(gpu)
     budget = None if memory is None else budget_of(settings, world, memory)
@@ -85,7 +88,12 @@ def serve(
     kept = repository is not None or dry_run
     folder = Path(repository) if repository else Path(tempfile.mkdtemp(prefix="specprefill-"))
     try:
-        launch = launch_of(settings, render(settings, folder), triton_option or (), _say, world)
+        try:
+            rendered = render(settings, folder)
+        except OSError as error:
+            allowed = f"a folder to write to ({error.strerror})"
+            raise InputError("repository", str(folder), allowed) from None
+        launch = launch_of(settings, rendered, triton_option or (), _say, world)
         if dry_run:
             if not repository:
                 _say(f"the repository is in {folder}")
@@ -137,8 +145,9 @@ def client(
     ] = False,
 ) -> None:
     """Send one prompt to a running server and stream the answer."""
-    from trtllm_specprefill.prompt import read_text
-    from trtllm_specprefill.serving.client import stream
+    from trtllm_specprefill.prompt import read_input
+    from trtllm_specprefill.serving.client import check_url, stream
+    from trtllm_specprefill.settings import Settings
 
     sources = {"--prompt": prompt, "--context": context, "--messages": messages}
     given = {field: name for field, name in sources.items() if name is not None}
@@ -147,12 +156,17 @@ def client(
         raise InputError("prompt", " and ".join(given) or None, allowed)
     if (context is None) != (question is None):
         raise InputError("--question", question, "a text, together with --context")
+    if question is not None and not question.strip():
+        raise InputError("--question", question, "a text that is not empty")
     ((field, name),) = given.items()
-    text = sys.stdin.read() if name == "-" else read_text(field, Path(name))
+    text = read_input(field, name)
     if context is not None:
         text = json.dumps([{"role": "user", "content": f"{text}\n\n{question}"}])
+    check_url("--url", url)
     if keep is not None and setting is not None:
         raise InputError("--keep", keep, "only one of --keep and --specprefill")
+    if keep is not None:
+        Settings.of(keep_rate=keep)
     values: dict[str, Any] = {
         "text_input" if prompt is not None else "messages": text,
         "max_tokens": max_tokens,
@@ -178,15 +192,25 @@ def client(
         )
 
 
-def _check_names(settings: Any) -> None:
+def _check_host(host: str) -> None:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise InputError("ports.host", host, f"a name or address ({error.strerror})") from None
+
+
+def check_models(settings: Any) -> None:
     """Raise `InputError` for a model that is neither here nor one to be fetched."""
     from trtllm_specprefill.fetch import DEMO_MODELS
     from trtllm_specprefill.models import load_config
 
-    own = [] if settings.target.backend.startswith("trtllm") else [settings.target.model]
-    for model in {settings.draft.model, *own}:
+    named = {"draft.model": settings.draft.model}
+    if not settings.target.backend.startswith("trtllm"):
+        named["target.model"] = settings.target.model
+    for field, model in named.items():
         if model not in DEMO_MODELS and ("/" not in model or Path(model).exists()):
-            load_config(model)
+            with given_as(model=field):
+                load_config(model)
 
 
 def _fetch(settings: Any) -> None:
@@ -195,8 +219,9 @@ def _fetch(settings: Any) -> None:
     from trtllm_specprefill.target.load import source_model
 
     target = source_model(settings.target.backend, settings.target.model)
-    for model in {settings.draft.model, target}:
-        load_config(model, _say)
+    for field, model in (("draft.model", settings.draft.model), ("target.model", target)):
+        with given_as(model=field):
+            load_config(model, _say)
 
 
 def _say(line: str) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import Self
 
+from trtllm_specprefill.allowed import refusal
 from trtllm_specprefill.draft.load import DraftFallback, DraftKind
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.hardware import choose_device
@@ -20,7 +21,7 @@ from trtllm_specprefill.target.manifest import Manifest
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelSettings(_Part):
@@ -29,8 +30,12 @@ class ModelSettings(_Part):
     model: str = Field(
         default="smollm2-135m", description="directory, .gguf file, hub id or demo alias"
     )
-    dtype: str = Field(default="auto", description="auto, float32, bfloat16 or float16")
-    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        json_schema_extra={"allowed": "auto, cpu, cuda or cuda:N"},
+    )
     threads: int | None = Field(default=None, ge=1, description="CPU threads; all when absent")
 
 
@@ -171,19 +176,9 @@ class ServeSettings(_Part):
     def of(cls, values: dict[str, Any]) -> ServeSettings:
         """Build from nested values; `InputError` for the first that cannot be used."""
         try:
-            return cls(**values)
+            return cls.model_validate(values)
         except ValidationError as error:
-            first = error.errors()[0]
-            cause = first.get("ctx", {}).get("error")
-            if isinstance(cause, InputError):
-                raise cause from None
-            name = ".".join(str(part) for part in first["loc"])
-            allowed = first["msg"]
-            if first["type"] == "extra_forbidden":
-                part = first["loc"][0] if len(first["loc"]) > 1 else None
-                known = type(getattr(cls(), str(part))) if part else cls
-                allowed = "one of " + ", ".join(known.model_fields)
-            raise InputError(name or "settings", first["input"], allowed) from None
+            raise refusal(cls, error) from None
 
     @property
     def reads_ahead(self) -> bool:

@@ -88,7 +88,7 @@ def read_request(tensors: dict[str, NDArray[Any] | None]) -> Request:
         if name != "keep" and name not in Settings.model_fields:
             ours = ("keep", "off", "protect", "question", "kept_spans")
             known = ", ".join((*ours, *Settings.model_fields))
-            raise InputError(f"specprefill.{name}", own[name], f"one of {known}")
+            raise InputError(f"specprefill.{name}", own[name], f"only the names {known}")
     return Request(source, tools, tuple(protect), question, {**own, **knobs}, stream, kept_spans)
 
 

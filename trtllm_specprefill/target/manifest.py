@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trtllm_specprefill.allowed import refusal
 from trtllm_specprefill.errors import InputError
 
 MANIFEST = "specprefill.json"
@@ -55,9 +56,8 @@ class Manifest(BaseModel):
             allowed = f"a folder made by engine_build, with {MANIFEST} ({error.strerror})"
             raise InputError("engine", str(folder), allowed) from None
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise InputError("engine", str(path), f"a manifest; {where}: {first['msg']}") from None
+            wrong = refusal(cls, error)
+            raise InputError("engine", str(path), f"a manifest ({wrong})") from None
 
     def write(self, folder: Path) -> None:
         """Write it into an engine's folder."""
