@@ -501,6 +501,26 @@ def test_the_settings_in_force_are_those_asked_for_in_every_stage_and_in_the_ans
         assert abs(got.plan.keep_rate - asked["keep"]) * got.plan.prompt_tokens <= 32.5
 
 
+def test_an_amount_of_none_changes_nothing_that_was_given(byte_level: Any, text: str) -> None:
+    model = SpecPrefill(ScriptedDraft(byte_level), ScriptedTarget(byte_level))
+    base = Settings(keep_rate=0.6, threshold=0, min_keep_tokens=0)
+    for none in ("keep", "keep_rate", "keep_tokens", "coverage"):
+        planned = model.plan(text, settings=base, **{none: None})
+        assert planned.prompt.settings.keep_rate == 0.6
+
+
+def test_settings_of_an_answer_serve_for_another_as_they_were_asked_for(
+    byte_level: Any, text: str
+) -> None:
+    model = SpecPrefill(ScriptedDraft(byte_level), ScriptedTarget(byte_level))
+    asked = Settings(keep_rate=0.6, threshold=0)
+    taken = model.plan(text, settings=asked).prompt.settings
+    assert taken.min_keep_tokens == 256  # in force, and nobody asked for it
+    for more in ({"keep_tokens": 150}, {"max_keep_tokens": 100}, {"content": "code"}, {}):
+        again = model.plan(text * 2, settings=taken, **more).prompt.settings
+        assert again == model.plan(text * 2, settings=asked, **more).prompt.settings
+
+
 def test_single_knobs_override_whole_settings_and_the_amount_replaces_the_amount(
     byte_level: Any, text: str
 ) -> None:

@@ -509,9 +509,11 @@ def with_knobs(
         both = (knobs["keep"], knobs["keep_rate"])
         raise InputError("keep and keep_rate", both, "one of them: they are the same")
     values = {("keep_rate" if name == "keep" else name): value for name, value in knobs.items()}
+    # An amount that is None was not given, and changes nothing that was.
+    values = {name: v for name, v in values.items() if v is not None or name not in AMOUNTS}
     drawn = {name: values.pop(name) for name in list(values) if name in Sampling.model_fields}
     base = settings.model_dump(exclude_unset=True) if settings else {}
-    if any(values.get(amount) is not None for amount in AMOUNTS):
+    if any(amount in values for amount in AMOUNTS):
         base = {name: value for name, value in base.items() if name not in AMOUNTS}
     drawn_base = sampling.model_dump(exclude_unset=True) if sampling else {}
     final = Sampling.of(**{**drawn_base, **drawn})

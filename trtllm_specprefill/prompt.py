@@ -163,7 +163,7 @@ def prepare(
     # The text is in the target's words, its BOS included; a draft of another family gets its own.
     draft = target if draft_tokenizer is None else encode(draft_tokenizer, text, special=True)
     if settings.tail_tokens is None:
-        settings = settings.model_copy(update={"tail_tokens": default_tail(len(target))})
+        settings = settings.derived(tail_tokens=default_tail(len(target)))
     if isinstance(protect, str | bytes) or not isinstance(protect, Iterable):
         raise InputError("protect", protect, "a list of texts")
     marked = [span for piece in protect for span in _occurrences("protect", text, piece)]

@@ -208,7 +208,14 @@ class Settings(_Knobs):
         }
         if self.keep_rate is None and self.keep_tokens is None and self.coverage is None:
             filled["keep_rate"] = DEFAULT_KEEP_RATE
-        return self.model_copy(update=filled)
+        return self.derived(**filled)
+
+    def derived(self, **filled: Any) -> Settings:
+        """The same settings with values that follow from others, which nobody asked for.
+
+        So who builds on them, by `exclude_unset`, has them follow from the new ones.
+        """
+        return Settings.model_construct(set(self.model_fields_set), **{**dict(self), **filled})
 
     def _floor(self) -> int:
         if self.min_keep_tokens is not None:

@@ -36,7 +36,7 @@ from trtllm_specprefill.forward import _check
 from trtllm_specprefill.importance import Importance
 from trtllm_specprefill.plan import PrunePlan, Reason
 from trtllm_specprefill.serving import orchestrator
-from trtllm_specprefill.serving.client import RequestFailed, stream
+from trtllm_specprefill.serving.client import RequestFailed, infer, stream
 from trtllm_specprefill.serving.control import check_folder, listen, tell
 from trtllm_specprefill.serving.metrics import OrchestratorMetrics
 from trtllm_specprefill.serving.orchestrator import (
@@ -188,6 +188,13 @@ def test_a_server_that_takes_no_response_ends_one_answer_and_not_the_thread(key:
     worker.submit(after.job)
     assert after.ended.wait(30)
     assert after.error is None
+
+
+@pytest.mark.parametrize("ask", [stream, infer])
+def test_a_stop_that_is_one_text_is_not_taken_for_its_letters(ask: Any) -> None:
+    pytest.importorskip("tritonclient.grpc")
+    with pytest.raises(InputError, match=r"stop.*'END'.*list"):
+        list(ask("127.0.0.1:1", {"text_input": "x", "stop": "END"}))
 
 
 def test_an_answer_that_comes_at_once_has_no_rate_of_decoding() -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import Self
 
+from trtllm_specprefill.allowed import refusal
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.importance_op import MAX_QUERIES, check_pool_width
 from trtllm_specprefill.settings import Votes
@@ -126,9 +127,8 @@ class DraftManifest(_Part):
             allowed = f"a folder made by `python -m engine_build draft`, with {MANIFEST} ({said})"
             raise InputError("engine", str(folder), allowed) from None
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise InputError("engine", str(path), f"a manifest; {where}: {first['msg']}") from None
+            wrong = refusal(cls, error)
+            raise InputError("engine", str(path), f"a manifest ({wrong})") from None
 
     def write(self, folder: Path) -> None:
         """Write it into an engine's folder, whole or not at all."""

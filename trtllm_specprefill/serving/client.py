@@ -68,6 +68,8 @@ def inputs_of(values: dict[str, Any]) -> list[Any]:
 
 def _check(values: dict[str, Any]) -> None:
     """Raise `InputError` for what no request can carry, or no server takes."""
+    if isinstance(values.get("stop"), str):
+        raise InputError("stop", values["stop"], "a list of texts")
     for name, value in values.items():
         if name in Sampling.model_fields and value is not None:
             Sampling.of(**{name: value})
@@ -129,7 +131,10 @@ def infer(url: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         raise _failed(url, error) from None
     finally:
         client.close()
-    return result.as_numpy("text_output")[0].decode(), json.loads(result.as_numpy("report")[0])
+    text, report = result.as_numpy("text_output"), result.as_numpy("report")
+    if text is None or report is None:
+        raise RequestFailed("the server ended the request without an answer")
+    return text[0].decode(), json.loads(report[0])
 
 
 def server_facts(url: str) -> tuple[ServeSettings, str]:
