@@ -52,7 +52,7 @@ def test_each_is_alone_and_none_is_passed_over(
             assert inside == [name]
             inside.remove(name)
             order.append(name)
-            mine._since, mine._waited = 0.0, 0.0  # this turn has lasted
+            mine._until = 0.0  # this turn has lasted
             mine.give_way()
         mine.leave()
 
@@ -74,22 +74,43 @@ def waiting(other: Turns, passed: threading.Event) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("waited", [0.0, 5.0])
-def test_a_turn_lasts_as_long_as_it_was_waited_for(tmp_path: Path, waited: float) -> None:
+def test_a_turn_lasts_for_its_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "SLICE", 60.0)
     first, second, passed = Turns(tmp_path), Turns(tmp_path), threading.Event()
     first.take()
     first.take()  # once is enough
     thread = waiting(second, passed)
-    first._waited = waited
-    first._since = time.monotonic() + 60 - max(turns.SLICE, waited)
     first.give_way()
     assert not passed.wait(0.1)
-    first._since -= 61
     while not passed.is_set():  # the other may not have come to the line yet
+        first._until = 0.0
         first.give_way()
-        first._since = first._waited = 0.0
     first.leave()
     thread.join(30)
+
+
+def test_a_turn_lasts_longer_where_a_prompt_is_read_and_where_it_was_long_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(turns.time, "monotonic", lambda: now)
+    mine, other = Turns(tmp_path), Turns(tmp_path)
+    mine.take()
+    assert mine._until == now + turns.SLICE
+    mine.read()
+    assert mine._until == now + turns.READING
+    mine.leave()
+    other.take()
+
+    def passing(seconds: float) -> None:
+        nonlocal now
+        now += 2.0  # of the other's layer
+        other.leave()
+
+    monkeypatch.setattr(turns.time, "sleep", passing)
+    mine.take()
+    assert mine._until == now + turns.SHARE * 2.0
+    assert mine._taken
 
 
 def test_one_that_never_gives_way_is_not_waited_for(
@@ -154,8 +175,8 @@ class Slow(CountingTarget):
 def test_draft_and_target_do_not_compute_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "SLICE", 0.0)
-    monkeypatch.setattr(turns, "PATIENCE", 60.0)
+    for name, seconds in (("SLICE", 0.0), ("READING", 0.0), ("SHARE", 0.0), ("PATIENCE", 60.0)):
+        monkeypatch.setattr(turns, name, seconds)
     inside: list[str] = []
     seen: list[str] = []
 

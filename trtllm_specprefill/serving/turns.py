@@ -18,8 +18,14 @@ from pathlib import Path
 # Seconds of computing before giving way: the caches that the other has filled are filled again
 # seldom, and a decoding step of a small model is not torn apart.
 SLICE = 0.03
+# The same where a prompt begins to be read, scored or prefilled: most are by then, and their first
+# token does not wait for the answers under way. What is longer takes turns from then on.
+READING = 1.0
+# Share of what a turn was waited for that it lasts at least: layers of one may take as long as many
+# decoding steps of the other.
+SHARE = 0.25
 # Seconds to wait for a turn; and as many as `SLICE` once that was in vain.
-PATIENCE = 2.0
+PATIENCE = 3.0
 _LOOK = 0.0005  # seconds between two looks at a lock
 
 
@@ -37,7 +43,7 @@ class Turns:
             os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600) for name in ("turn", "line")
         )
         self._taken, self._patience = False, PATIENCE
-        self._since = self._waited = 0.0
+        self._until = 0.0
 
     def take(self) -> None:
         """Begin to compute, when the others have given way; nothing when this turn is on."""
@@ -48,8 +54,8 @@ class Turns:
         if _locked(self._line, deadline):
             self._taken = _locked(self._turn, deadline)
             fcntl.flock(self._line, fcntl.LOCK_UN)
-        self._since = time.monotonic()
-        self._waited = self._since - asked
+        now = time.monotonic()
+        self._until = now + max(SLICE, SHARE * (now - asked))
         self._patience = PATIENCE if self._taken else SLICE
 
     def leave(self) -> None:
@@ -58,13 +64,13 @@ class Turns:
             fcntl.flock(self._turn, fcntl.LOCK_UN)
             self._taken = False
 
-    def give_way(self) -> None:
-        """Let the others compute, if they want to and this turn has lasted.
+    def read(self) -> None:
+        """A prompt begins to be read: this turn may last for `READING` from now."""
+        self._until = max(self._until, time.monotonic() + READING)
 
-        That is `SLICE`, or as long as it was waited for: layers of one may take as long as many
-        decoding steps of the other, and each gets half of the time.
-        """
-        if time.monotonic() - self._since >= max(SLICE, self._waited):
+    def give_way(self) -> None:
+        """Let the others compute, if they want to and this turn has lasted."""
+        if time.monotonic() >= self._until:
             self.leave()
             self.take()
 

@@ -85,6 +85,7 @@ class ScoringWorker:
         try:
             if self._turns is not None:
                 self._turns.take()
+                self._turns.read()
             check()
             with interruptible(check):
                 return self._draft.score(ids, settings, question)
@@ -265,6 +266,8 @@ class AnsweringWorker:
     def _step(self, job: Answer) -> bool:
         """Take and send the next step; whether it was the last."""
         if job.steps is None:
+            if self._turns is not None:
+                self._turns.read()
             begin = time.time()
             job.steps = self._target.stream(job.plan, job.sampling)
             step = next(job.steps)
