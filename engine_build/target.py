@@ -24,6 +24,7 @@ ENGINE_ENVIRONMENT = "SPECPREFILL_ENGINE"  # tells the model class where the man
 ROTATED = {"llama": "RotatedLlama", "qwen2": "RotatedQwen", "qwen3": "RotatedQwen"}
 # Of TensorRT-LLM's PyTorch models, those that can leave the rotation to position ids by config.
 MROPE_BY_CONFIG = ("qwen2",)
+_ROPE_THETA = 10_000.0  # of a config that states none, by transformers and TensorRT-LLM alike
 
 
 @dataclass(frozen=True)
@@ -175,20 +176,37 @@ def rotate_by_position_ids(config: dict[str, Any]) -> dict[str, Any]:
     """A Qwen2 `config.json` whose PyTorch model in TensorRT-LLM rotates by position ids.
 
     MRoPE with three equal axes is ordinary rotary embedding; the kernel that fuses the rotation
-    takes positions from the KV index, so it is turned off. Raises `InputError` for a config that
-    cannot say so.
+    takes positions from the KV index, so it is turned off. What it says can be read by TensorRT-LLM
+    with transformers 4 (1.2) and 5 (1.4). Raises `InputError` for a config that cannot say so.
     """
     if config.get("model_type") not in MROPE_BY_CONFIG:
         raise InputError("model", config.get("model_type"), "one of " + ", ".join(MROPE_BY_CONFIG))
-    scaled = config.get("rope_scaling") or {}
-    if scaled.get("rope_type", scaled.get("type", "default")) not in ("default", "mrope"):
-        raise InputError("rope_scaling", scaled, "none: its place is taken by the one for MRoPE")
+    # The parameters are called rope_scaling by transformers 4, with the theta beside them, and
+    # rope_parameters by 5, with the theta in them; where a config has both, 5 reads the former.
+    stated = {n: config[n] for n in ("rope_scaling", "rope_parameters") if config.get(n)}
+    for name, parameters in stated.items():
+        kind = parameters.get("rope_type") or parameters.get("type") or "default"
+        if kind not in ("default", "mrope"):
+            allowed = "none: its place is taken by the one for MRoPE"
+            raise InputError(name, parameters, allowed)
+    thetas = [one.get("rope_theta") for one in (*stated.values(), config)]
     heads = int(config["num_attention_heads"])
     half = int(config.get("head_dim") or int(config["hidden_size"]) // heads) // 2
     quarter = half // 4
     sections = [quarter, (half - quarter) // 2, half - quarter - (half - quarter) // 2]
-    rotary = {"type": "mrope", "rope_type": "default", "mrope_section": sections}
-    return {**config, "disable_fuse_rope": True, "rope_scaling": rotary}
+    rotary = {
+        "type": "mrope",
+        "rope_type": "default",
+        "mrope_section": sections,
+        "rope_theta": next((theta for theta in thetas if theta), _ROPE_THETA),
+    }
+    return {
+        **config,
+        "disable_fuse_rope": True,
+        "rope_theta": rotary["rope_theta"],
+        "rope_scaling": rotary,
+        "rope_parameters": rotary,
+    }
 
 
 def write_rotation(folder: Path) -> None:

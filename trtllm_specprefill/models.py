@@ -15,6 +15,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
@@ -275,7 +276,34 @@ def _read_tokenizer(source: str, name: str) -> Any:
 
 def _read_config(source: str, name: str) -> Any:
     with _reading(source, name, "a model with a config that transformers reads"):
-        return AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source)
+    if passed_over := _unread_rotary(config.get_text_config()):
+        allowed = (
+            f"one whose rotary embedding transformers {transformers.__version__} reads: it passes"
+            f" over {passed_over} in rope_parameters, where transformers 5 writes it (state it as"
+            " rope_theta and rope_scaling in config.json too, or install transformers 5)"
+        )
+        raise InputError("model", name, allowed)
+    return config
+
+
+def _unread_rotary(config: Any) -> str:
+    """What a config states of its rotary embedding that its class does not know of, in words.
+
+    Transformers 4 keeps `rope_parameters` as it keeps any unknown name, and rotates by its default.
+    """
+    stated = getattr(config, "rope_parameters", None)
+    read = getattr(config, "rope_theta", None)  # transformers 5 has it in `rope_parameters` alone
+    if not isinstance(stated, dict) or read is None:
+        return ""
+    known = {read, getattr(config, "rope_local_base_freq", read)}  # of Gemma 3 there are two
+    for one in [part for part in stated.values() if isinstance(part, dict)] or [stated]:
+        kind = one.get("rope_type", "default")
+        if one.get("rope_theta", read) not in known:
+            return f"a rope_theta of {one['rope_theta']:g}"
+        if kind != "default" and not getattr(config, "rope_scaling", None):
+            return f"the rope_type {kind}"
+    return ""
 
 
 def _first_layers(config: Any, layers: int) -> Any:

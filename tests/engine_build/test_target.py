@@ -22,6 +22,7 @@ from engine_build.__main__ import app
 from engine_build.commands import BuildFailed, Command, run_all
 from engine_build.probes import probe_tokens
 from engine_build.target import TargetBuild, rotate_by_position_ids, write_rotation
+from tests.target.rope import with_rope
 from tests.test_judges import Spelling, random_model
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.plan import PrunePlan
@@ -179,8 +180,9 @@ def test_a_qwen_config_that_rotates_by_position_ids_is_ordinary_rotary_embedding
     assert rotary["mrope_section"] == [16, 24, 24]  # as Qwen2-VL has it, of 64
     assert sum(rotary["mrope_section"]) == 64
     assert after["disable_fuse_rope"] is True
-    assert {k: v for k, v in after.items() if k not in ("rope_scaling", "disable_fuse_rope")} == {
-        k: v for k, v in before.items() if k != "rope_scaling"
+    changed = {"rope_scaling", "rope_parameters", "rope_theta", "disable_fuse_rope"}
+    assert {k: v for k, v in after.items() if k not in changed} == {
+        k: v for k, v in before.items() if k not in changed
     }
     assert rotate_by_position_ids(after) == after
     # Three equal axes, cut into sections and put together again, are the one axis.
@@ -192,12 +194,45 @@ def test_a_qwen_config_that_rotates_by_position_ids_is_ordinary_rotary_embedding
     assert torch.equal(torch.cat(parts, dim=-1), cos[..., :64])
 
 
+def theta_of(config: Any) -> float:
+    """As transformers 5 or 4 has it."""
+    stated = getattr(config, "rope_parameters", None) or {}
+    return float(stated.get("rope_theta") or config.rope_theta)
+
+
+@pytest.mark.parametrize("written", ["by this transformers", "by 5", "by 4"])
+def test_a_rotated_checkpoint_keeps_its_theta_for_whoever_reads_it(
+    tmp_path: Path, written: str
+) -> None:
+    theta = float(np.random.default_rng().integers(2, 1000) * 5000)
+    rope = {"rope_type": "default", "rope_theta": theta}
+    with_rope(Qwen2Config, rope, hidden_size=512, num_attention_heads=4).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    if written != "by this transformers":
+        stated = json.loads(path.read_text())
+        for name in ("rope_parameters", "rope_scaling", "rope_theta"):
+            stated.pop(name, None)
+        stated |= {"rope_parameters": rope} if written == "by 5" else {"rope_theta": theta}
+        path.write_text(json.dumps(stated))
+    write_rotation(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert theta_of(config) == theta
+    # TensorRT-LLM asks for the kind and the sections under the old name, whatever it runs on.
+    assert config.rope_scaling["type"] == "mrope"
+    assert sum(config.rope_scaling["mrope_section"]) == 64
+    assert config.rope_scaling.get("factor", 1.0) == 1.0
+    made = json.loads(path.read_text())  # transformers 4 has the theta beside the parameters
+    assert made["rope_theta"] == made["rope_parameters"]["rope_theta"] == theta
+    assert made["disable_fuse_rope"] is True
+
+
 def test_a_config_that_cannot_say_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="llama"):
         rotate_by_position_ids({"model_type": "llama"})
-    scaled = {"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 4.0}}
-    with pytest.raises(InputError, match="rope_scaling"):
-        rotate_by_position_ids(scaled)
+    yarn = {"factor": 4.0, "rope_theta": 1e6}
+    for name, kind in (("rope_scaling", "type"), ("rope_parameters", "rope_type")):
+        with pytest.raises(InputError, match=name):
+            rotate_by_position_ids({"model_type": "qwen2", name: {kind: "yarn", **yarn}})
     with pytest.raises(InputError, match="engine"):
         write_rotation(tmp_path)
 
