@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.target.manifest import Backend, Manifest, Precision
 from trtllm_specprefill.target.rotary import ROPE_TYPES, rope_type
 
-TENSORRT_LLM = "1.2.1"
+TENSORRT_LLM = "1.2.1"  # that builds engines, where none is installed
+CHECKPOINTS = "1.2"  # the first whose LLM API serves what is built for the PyTorch backend
 ENGINE_ENVIRONMENT = "SPECPREFILL_ENGINE"  # tells the model class where the manifest is
 
 # Model types whose attention `rotated_models` rotates, and its class for each.
@@ -98,7 +100,7 @@ class TargetBuild:
             model=self.model,
             backend=self.backend,
             precision=self.precision,
-            tensorrt_llm=TENSORRT_LLM,
+            tensorrt_llm=_builder() if self.backend == "tensorrt" else CHECKPOINTS,
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
             original_positions=self.original_positions(config),
@@ -166,6 +168,14 @@ class TargetBuild:
             # The model classes are imported from this checkout, and read the manifest.
             {"PYTHONPATH": str(classes.parents[1]), ENGINE_ENVIRONMENT: str(self.out)},
         )
+
+
+def _builder() -> str:
+    """The version of TensorRT-LLM that builds."""
+    try:
+        return version("tensorrt_llm")
+    except PackageNotFoundError:
+        return TENSORRT_LLM
 
 
 def _own(why: str, name: str, out: Path) -> Command:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_specprefill.errors import ContextTooLong, InputError
+from trtllm_specprefill.errors import ContextTooLong, InputError, TargetFailed
 from trtllm_specprefill.models import EngineModel
 from trtllm_specprefill.operations import prefill_operations, shortest_window
 from trtllm_specprefill.plan import PositionSupport, PrunePlan, Reason
@@ -31,7 +31,8 @@ class EngineTarget(Target):
     block_reuse: keep KV blocks between requests, each pruned prompt under a salt of its own.
     kv_cache_tokens: what the KV cache holds; when None, what the runtime finds room for.
     timeout_s: longest wait for the next token. Raises `InputError` when TensorRT-LLM is not
-    installed, or `folder` was built for another backend.
+    installed, or `folder` was built for another version or backend, and `TargetFailed` when the
+    engine does not start.
     """
 
     backend: ClassVar[Backend]
@@ -70,6 +71,11 @@ class EngineTarget(Target):
     @abstractmethod
     def _start(self, folder: Path, block_reuse: bool, kv_cache_tokens: int | None) -> None:
         """Start the engine, or hold this rank's part of it."""
+
+    def _not_started(self, folder: Path, error: Exception) -> TargetFailed:
+        """The engine's own words of why it did not start."""
+        words = str(error) or type(error).__name__
+        return TargetFailed(f"target {self.name}: {folder} could not be loaded: {words}")
 
     @abstractmethod
     def _chunks(self, plan: PrunePlan, sampling: Sampling) -> Generator[Chunk, None, None]:

@@ -52,7 +52,7 @@ def load_target(
 
     Raises:
         InputError: names the argument, the value and what is allowed.
-        TargetFailed: the check of an engine's positions failed to run.
+        TargetFailed: an engine did not start, or the check of its positions failed to run.
     """
     if kind not in get_args(TargetKind):
         raise InputError("target", kind, "one of " + ", ".join(get_args(TargetKind)))
