@@ -183,6 +183,14 @@ def draft(
 
 
 @app.command()
+def describe(engine: Engine_) -> None:
+    """Copy the model's config, tokenizer and measured positions beside the engine."""
+    from engine_build.description import describe as write_description
+
+    write_description(engine)
+
+
+@app.command()
 def positions(engine: Engine_) -> None:
     """Let a Qwen2 checkpoint rotate by position ids, in its config."""
     from engine_build.target import write_rotation

@@ -31,8 +31,9 @@ _held: list[TensorRTOperators] = []
 
 def engine_table() -> RotaryTable:
     """The rotary table for the engine that is being built, as its manifest says."""
-    manifest = Manifest.read(os.environ[ENGINE_ENVIRONMENT])
-    return rotary_table(load_config(manifest.model), manifest.positions)
+    folder = os.environ[ENGINE_ENVIRONMENT]
+    manifest = Manifest.read(folder)
+    return rotary_table(load_config(manifest.described_in(folder)), manifest.positions)
 
 
 @contextmanager

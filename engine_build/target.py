@@ -111,14 +111,15 @@ class TargetBuild:
 
     def commands(self, config: Any) -> list[Command]:
         """Every command of the build, in order; the manifest is written before the first."""
+        made = [_own("the model's config and tokenizer beside the engine", "describe", self.out)]
         if self.backend == "tensorrt":
-            made = [self._checkpoint(self.out / "checkpoint", "tensorrt_llm"), self._engine(config)]
+            made.append(self._checkpoint(self.out / "checkpoint", "tensorrt_llm"))
+            made.append(self._engine(config))
         elif self.precision == "fp8":
-            made = [self._checkpoint(self.out, "hf")]
+            made.append(self._checkpoint(self.out, "hf"))
         else:
-            made = [
-                Command("the checkpoint as it is", ("cp", "-rL", f"{self.model}/.", str(self.out)))
-            ]
+            copy = ("cp", "-rL", f"{self.model}/.", str(self.out))
+            made.append(Command("the checkpoint as it is", copy))
         if self.backend == "pytorch" and self.original_positions(config):
             made.append(_own("rotation from position ids, by config", "positions", self.out))
         if self.record_probes:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ __all__ = [
     "FetchFailed",
     "Model",
     "check_name",
+    "copy_description",
     "end_ids",
     "engine_model",
     "load_config",
@@ -60,6 +62,11 @@ _NAMES = (
     + ", ".join(sorted(DEMO_MODELS))
 )
 _WEIGHTS = ("*.safetensors", "*.bin")
+# Config, generation config, tokenizers of every kind, and chat templates.
+_DESCRIPTION = (
+    *("config.json", "generation_config.json", "tokenizer*", "*.model", "vocab.*", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*"),
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -182,6 +189,30 @@ def engine_model(name: str, progress: Progress | None = None) -> EngineModel:
     generation = Path(source) / "generation_config.json"
     stated = GenerationConfig.from_pretrained(source) if generation.is_file() else None
     return EngineModel(name, tokenizer, config, end_ids(stated or config, config, tokenizer))
+
+
+def copy_description(name: str, folder: Path, progress: Progress | None = None) -> None:
+    """Copy what `engine_model` reads of a model, all but its weights, into `folder`, which is made.
+
+    What another model left there is taken away. Raises `InputError` for a model whose files
+    cannot be read.
+    """
+    engine_model(name, progress)  # what cannot be read there is known now
+    source = _locate(name, progress or _silent)
+    if not Path(source).is_dir():
+        with _reading(source, name, "a model with files that can be fetched"):
+            source = huggingface_hub.snapshot_download(source, allow_patterns=[*_DESCRIPTION])
+    if folder.is_dir() and folder.samefile(source):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in _description_in(folder):
+        path.unlink()
+    for path in _description_in(Path(source)):
+        shutil.copyfile(path, folder / path.name)
+
+
+def _description_in(folder: Path) -> set[Path]:
+    return {path for kind in _DESCRIPTION for path in folder.glob(kind) if path.is_file()}
 
 
 def local_fingerprint(name: str, progress: Progress | None = None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,20 +15,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, Qwen2Config
+from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from typer.testing import CliRunner
 
 from engine_build.__main__ import app
 from engine_build.commands import BuildFailed, Command, run_all
+from engine_build.description import describe
 from engine_build.probes import probe_tokens
 from engine_build.target import TargetBuild, rotate_by_position_ids, write_rotation
+from tests.target.evidence import measured
 from tests.target.rope import with_rope
 from tests.test_judges import Spelling, random_model
 from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.measured import write
+from trtllm_specprefill.models import engine_model, local_fingerprint
 from trtllm_specprefill.plan import PrunePlan
 from trtllm_specprefill.settings import Sampling
-from trtllm_specprefill.target.manifest import MANIFEST, Manifest
+from trtllm_specprefill.target.evidence import FOLDER, evidence_for
+from trtllm_specprefill.target.manifest import DESCRIPTION, Manifest
 from trtllm_specprefill.target.positions import Recorded, check_positions
 from trtllm_specprefill.target.torch import TorchTarget
 
@@ -286,18 +292,59 @@ def test_a_shown_command_is_one_that_a_shell_takes() -> None:
     assert done.stdout.strip() == "['--a', 'b c']"
 
 
-def test_a_bf16_checkpoint_is_copied_and_told_about(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    text = (HERE / "configs" / "qwen2.5-72b" / "config.json").read_text(encoding="utf-8")
-    (model / "config.json").write_text(text, encoding="utf-8")
-    (model / "weights.safetensors").write_bytes(b"weights")
+@pytest.fixture
+def qwen2(byte_level: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
+    """A small Qwen2 with weights and a tokenizer, in a folder."""
+    where = tmp_path / "model"
+    random_model("qwen2", byte_level, vocab_size=len(byte_level)).module.save_pretrained(where)
+    byte_level.save_pretrained(where)
+    return where
+
+
+def test_a_bf16_checkpoint_is_copied_and_told_about_and_can_be_served_without_its_model(
+    qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECPREFILL_CACHE", str(tmp_path / "cache"))
+    known, fingerprint = engine_model(str(qwen2)), local_fingerprint(str(qwen2))
+    assert fingerprint is not None
+    one = measured(fingerprint, original=3, contiguous=20)
+    write(tmp_path / "cache" / FOLDER / "mine.json", one)
+    weights = (qwen2 / "model.safetensors").read_bytes()
     out = tmp_path / "engine"
     run(
-        *("target", "--model", str(model), "--out", str(out), "--backend", "pytorch"),
-        *("--precision", "bf16", "--kept", "8192"),
+        *("target", "--model", str(qwen2), "--out", str(out), "--backend", "pytorch"),
+        *("--precision", "bf16", "--kept", "512", "--prompt", "1024", "--output", "64"),
     )
-    assert (out / "weights.safetensors").read_bytes() == b"weights"
+    shutil.rmtree(tmp_path / "cache")
+    shutil.rmtree(qwen2)
+    assert (out / "model.safetensors").read_bytes() == weights
     assert json.loads((out / "config.json").read_text())["disable_fuse_rope"] is True
-    assert Manifest.read(out).original_positions
-    assert (out / MANIFEST).is_file()
+    manifest = Manifest.read(out)
+    assert manifest.original_positions
+    assert (manifest.model, manifest.fingerprint) == (str(qwen2), fingerprint)
+    described = engine_model(manifest.described_in(out))
+    text = "The key lies under the third stone. 敏捷的棕色狐狸"
+    assert described.tokenizer.encode(text) == known.tokenizer.encode(text)
+    assert described.tokenizer.chat_template == known.tokenizer.chat_template
+    assert described.end_ids == known.end_ids
+    assert described.config.to_diff_dict() == known.config.to_diff_dict()  # not the changed one
+    assert evidence_for(fingerprint, out / FOLDER) == one
+    assert evidence_for(fingerprint) is None
+
+
+def test_of_another_model_nothing_is_left_beside_the_engine(qwen2: Path, tmp_path: Path) -> None:
+    made = tmp_path / "engine"
+    made.mkdir()
+    build_of(model=str(qwen2)).manifest(config_of("llama-3.1-70b")).write(made)
+    beside = made / DESCRIPTION
+    beside.mkdir()
+    for name in ("tokenizer.model", "vocab.json", "notes"):
+        (beside / name).write_text("{}")
+    describe(made)
+    left = {path.name for path in beside.iterdir()}
+    assert left == {p.name for p in qwen2.iterdir() if p.suffix != ".safetensors"} | {"notes"}
+    describe(made)
+    assert {path.name for path in beside.iterdir()} == left
+    (qwen2 / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="tokenizer"):
+        describe(made)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from engine_build.description import describe
 from tests.contracts import engine
 from tests.target.conftest import install, manifest_of
 from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.models import load_tokenizer
 from trtllm_specprefill.plan import PrunePlan, Reason
 from trtllm_specprefill.settings import Sampling
 from trtllm_specprefill.target.base import Target
-from trtllm_specprefill.target.load import load_target
+from trtllm_specprefill.target.load import load_target, source_model
 from trtllm_specprefill.target.manifest import MANIFEST, Manifest
 
 
@@ -44,6 +47,29 @@ def test_an_engine_is_found_by_its_folder(
     wrong = "trtllm_llm" if kind == "trtllm_executor" else "trtllm_executor"
     with pytest.raises(InputError, match="backend"):
         load_target(wrong, str(tmp_path))
+    target.close()
+
+
+@pytest.mark.parametrize("kind", ["trtllm_executor", "trtllm_llm"])
+def test_an_engine_is_served_where_its_model_is_not(
+    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, engines = tmp_path / "models" / "small", tmp_path / "engines" / "target"
+    shutil.copytree(folder, model)
+    engines.mkdir(parents=True)
+    manifest_of(kind, model=str(model)).write(engines)
+    describe(engines)
+    torch_target = load_target("torch", str(model), dtype="float32", device="cpu")
+    shutil.rmtree(model.parent)
+    mounted = engines.rename(tmp_path / "mounted")
+    install("recorded_1_2", monkeypatch)
+    monkeypatch.setattr(engine, "setup", engine.Setup(torch_target.model))  # type: ignore[attr-defined]
+    target = load_target(kind, str(mounted), timeout_s=60)
+    assert target.name == str(model)
+    assert answer(target, target.tokenizer) == answer(torch_target, torch_target.tokenizer)
+    assert load_tokenizer(source_model(kind, str(mounted))).encode("key") == (
+        torch_target.tokenizer.encode("key")
+    )
     target.close()
 
 

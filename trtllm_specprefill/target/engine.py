@@ -18,6 +18,7 @@ from trtllm_specprefill.operations import prefill_operations, shortest_window
 from trtllm_specprefill.plan import PositionSupport, PrunePlan, Reason
 from trtllm_specprefill.settings import Sampling
 from trtllm_specprefill.target.base import Step, Target
+from trtllm_specprefill.target.evidence import PositionEvidence, informed
 from trtllm_specprefill.target.manifest import Backend, Manifest
 from trtllm_specprefill.target.positions import ENDED, Recorded, check_positions
 from trtllm_specprefill.target.steps import Chunk, assemble
@@ -30,7 +31,8 @@ class EngineTarget(Target):
 
     block_reuse: keep KV blocks between requests, each pruned prompt under a salt of its own.
     kv_cache_tokens: what the KV cache holds; when None, what the runtime finds room for.
-    timeout_s: longest wait for the next token. Raises `InputError` when TensorRT-LLM is not
+    timeout_s: longest wait for the next token. evidence: which positions the model that it was
+    built from answers better with. Raises `InputError` when TensorRT-LLM is not
     installed, or `folder` was built for another version or backend, and `TargetFailed` when the
     engine does not start.
     """
@@ -46,6 +48,7 @@ class EngineTarget(Target):
         block_reuse: bool = False,
         kv_cache_tokens: int | None = None,
         timeout_s: float = 600.0,
+        evidence: PositionEvidence | None = None,
     ) -> None:
         if manifest.backend != self.backend:
             raise InputError("engine", str(folder), f"one built for the backend {self.backend}")
@@ -53,9 +56,8 @@ class EngineTarget(Target):
         self._model, self._manifest = model, manifest
         self._timeout, self._salted = timeout_s, block_reuse
         self._start(Path(folder), block_reuse, kv_cache_tokens)
-        self.position_support = support_of(
-            model, manifest, self._chunks if self.takes_requests else None
-        )
+        support = support_of(model, manifest, self._chunks if self.takes_requests else None)
+        self.position_support = informed(support, evidence)
 
     def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
         """See `Target.stream`. Raises `ContextTooLong` beyond the engine's KV length."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal, get_args
 
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.fetch import Progress
-from trtllm_specprefill.models import engine_model, load_model
+from trtllm_specprefill.models import engine_model, load_model, local_fingerprint
 from trtllm_specprefill.target.base import Target
+from trtllm_specprefill.target.evidence import FOLDER, evidence_for
 from trtllm_specprefill.target.manifest import Manifest
 from trtllm_specprefill.target.trtllm_executor import ExecutorTarget
 from trtllm_specprefill.target.trtllm_llm import LLMTarget
@@ -64,14 +67,17 @@ def load_target(
         from trtllm_specprefill.target.endpoint import EndpointTarget, connect
 
         connection = connect(url, served_name or model, timeout_s, as_text=as_text)
-        return EndpointTarget(connection, engine_model(model, progress), context_tokens)
+        evidence = evidence_for(local_fingerprint(model, progress))
+        return EndpointTarget(connection, engine_model(model, progress), context_tokens, evidence)
     manifest = Manifest.read(model)
-    described = engine_model(manifest.model, progress)
+    place = manifest.described_in(model)
+    weights = manifest.fingerprint or local_fingerprint(place, progress)
     made = ExecutorTarget if kind == "trtllm_executor" else LLMTarget
     return made(
         model,
-        described,
+        replace(engine_model(place, progress), name=manifest.model),
         manifest,
+        evidence=evidence_for(weights, Path(model) / FOLDER),
         block_reuse=block_reuse,
         kv_cache_tokens=kv_cache_tokens,
         timeout_s=timeout_s,
@@ -79,8 +85,8 @@ def load_target(
 
 
 def source_model(kind: TargetKind, model: str) -> str:
-    """The model whose tokenizer and config a target has; an engine names it in its manifest.
+    """Where the tokenizer and the config of a target are, as `load_config` takes it.
 
     Raises `InputError` for a folder that holds no engine.
     """
-    return Manifest.read(model).model if kind.startswith("trtllm") else model
+    return Manifest.read(model).described_in(model) if kind.startswith("trtllm") else model

@@ -13,6 +13,7 @@ from trtllm_specprefill.allowed import refusal
 from trtllm_specprefill.errors import InputError
 
 MANIFEST = "specprefill.json"
+DESCRIPTION = "model_files"  # folder beside it: config and tokenizer of the model
 
 LAST = "1.4"  # version of TensorRT-LLM whose LLM API is known
 
@@ -32,12 +33,15 @@ class Manifest(BaseModel):
     """A built target. Lengths are in tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    model: str = Field(min_length=1, description="whose tokenizer and config, as for load_model")
+    model: str = Field(min_length=1, description="what it was built from, as for load_model")
+    fingerprint: str | None = Field(
+        default=None, description="of that model's weights; none where they were not on the disk"
+    )
     backend: Backend
     precision: Precision
     tensorrt_llm: str = Field(
         pattern=r"^\d+\.\d+",
-        description="of an engine the version that builds it, of a checkpoint the first to serve it",
+        description="of an engine the version that builds it, of a checkpoint the first to run it",
     )
     tensor_parallel: int = Field(ge=1)
     pipeline_parallel: int = Field(ge=1)
@@ -51,6 +55,11 @@ class Manifest(BaseModel):
     def ranks(self) -> int:
         """GPUs that it is built for, each with a part of it."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    def described_in(self, folder: str | Path) -> str:
+        """Where the model's config and tokenizer are: in the engine's `folder`, else its name."""
+        beside = Path(folder) / DESCRIPTION
+        return str(beside) if (beside / "config.json").is_file() else self.model
 
     def check_version(self, installed: str) -> None:
         """Raise `InputError` where TensorRT-LLM of version `installed` does not run what was built.
