@@ -108,6 +108,7 @@ def target(
             print(f"# {command.why}\n{command.shown()}\n")
         print(f"# {out / target_manifest.MANIFEST}\n{manifest.model_dump_json(indent=2)}")
         return
+    build.check_examples()
     try:
         out.mkdir(parents=True, exist_ok=True)
         manifest.write(out)

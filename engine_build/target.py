@@ -126,11 +126,30 @@ class TargetBuild:
             made.append(_own("torch answers the probes of the start-up check", "probes", self.out))
         return made
 
+    def check_examples(self) -> None:
+        """Raise `InputError` where `examples` lacks the program that quantises."""
+        needed = self.backend == "tensorrt" or self.precision == "fp8"
+        if needed and not self._quantize.is_file():
+            later = (
+                "; what it makes for the PyTorch backend 1.3 and 1.4 serve too, and"
+                " --precision bf16 does without"
+            )
+            raise InputError(
+                "examples",
+                self.examples,
+                "TensorRT-LLM's folder examples with quantization/quantize.py in it, which versions"
+                " up to 1.3.0rc20 have" + (later if self.backend == "pytorch" else ""),
+            )
+
+    @property
+    def _quantize(self) -> Path:
+        return Path(self.examples) / "quantization" / "quantize.py"
+
     def _checkpoint(self, folder: Path, form: str) -> Command:
         quantised = self.precision == "fp8"
         arguments = [
             "python",
-            str(Path(self.examples) / "quantization" / "quantize.py"),
+            str(self._quantize),
             *("--model_dir", self.model),
             *("--dtype", "bfloat16"),
             *("--qformat", "fp8" if quantised else "full_prec"),

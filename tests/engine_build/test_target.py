@@ -268,6 +268,34 @@ def test_recorded_probes_are_what_the_model_itself_answers_and_nothing_else_does
     assert not check_positions(token, vocabulary, wrong).honoured
 
 
+@pytest.mark.parametrize(
+    ("backend", "precision", "words"),
+    [
+        ("tensorrt", "fp8", r"up to 1\.3\.0rc20 have$"),
+        ("tensorrt", "bf16", r"up to 1\.3\.0rc20 have$"),
+        ("pytorch", "fp8", r"up to 1\.3\.0rc20 have.*1\.4 serve too"),
+        ("pytorch", "bf16", None),
+    ],
+)
+def test_a_version_that_no_longer_quantises_is_told_from_before_anything_is_written(
+    tmp_path: Path, backend: Any, precision: Any, words: str | None
+) -> None:
+    build = build_of(backend=backend, precision=precision, examples=str(tmp_path))
+    if words is None:
+        build.check_examples()
+        return
+    with pytest.raises(InputError, match=rf"examples: .*{words}"):
+        build.check_examples()
+    (tmp_path / "quantization").mkdir()
+    (tmp_path / "quantization" / "quantize.py").touch()
+    build.check_examples()
+    where = ("--model", str(HERE / "configs" / "qwen2.5-72b"), "--out", str(tmp_path / "made"))
+    options = ("--backend", backend, "--precision", precision, "--kept", "8192")
+    done = CliRunner().invoke(app, ["target", *where, *options, "--examples", str(tmp_path / "x")])
+    assert isinstance(done.exception, InputError)
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_build_runs_its_commands_in_order_and_stops_at_the_first_that_fails(
     tmp_path: Path,
 ) -> None:

@@ -15,6 +15,8 @@ from tests.target.conftest import install, manifest_of
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.models import load_tokenizer
 from trtllm_specprefill.plan import PrunePlan, Reason
+from trtllm_specprefill.serving.ranks import budget_of, world_of
+from trtllm_specprefill.serving.settings import ServeSettings
 from trtllm_specprefill.settings import Sampling
 from trtllm_specprefill.target.base import Target
 from trtllm_specprefill.target.load import load_target, source_model
@@ -70,6 +72,13 @@ def test_an_engine_is_served_where_its_model_is_not(
     assert load_tokenizer(source_model(kind, str(mounted))).encode("key") == (
         torch_target.tokenizer.encode("key")
     )
+    served = ServeSettings.of(
+        {
+            "draft": {"model": str(folder)},
+            "target": {"backend": kind, "model": str(mounted)},
+        }
+    )
+    assert budget_of(served, world_of(served), gpu_memory=80e9) is not None
     target.close()
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from trtllm_specprefill.errors import ContextTooLong, InputError, TargetFailed
 from trtllm_specprefill.models import EngineModel
 from trtllm_specprefill.operations import prefill_operations, shortest_window
-from trtllm_specprefill.plan import PositionSupport, PrunePlan, Reason
+from trtllm_specprefill.plan import PositionSupport, PrunePlan
 from trtllm_specprefill.settings import Sampling
 from trtllm_specprefill.target.base import Step, Target
 from trtllm_specprefill.target.evidence import PositionEvidence, informed
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 class EngineTarget(Target):
     """Answers with what `engine_build` made in `folder`, many requests at a time.
 
-    block_reuse: keep KV blocks between requests, each pruned prompt under a salt of its own.
+    block_reuse: keep KV blocks between requests, each prompt with gaps under a salt of its own.
     kv_cache_tokens: what the KV cache holds; when None, what the runtime finds room for.
     timeout_s: longest wait for the next token. evidence: which positions the model that it was
     built from answers better with. Raises `InputError` when TensorRT-LLM is not
@@ -91,8 +91,11 @@ class EngineTarget(Target):
             _log.info("target %s: engine TTFT %.4f s", self.name, waited.total_seconds())
 
     def _needs_salt(self, plan: PrunePlan) -> bool:
-        """Blocks are known by their tokens, not their positions: pruned ones must not be met."""
-        return self._salted and plan.reason is Reason.PRUNED
+        """Blocks are known by their tokens, not their positions: those elsewhere must not be met.
+
+        A prompt pruned to contiguous positions is a dense one of what was kept.
+        """
+        return self._salted and plan.next_position != plan.input_ids.size
 
 
 def fresh_salt() -> int:

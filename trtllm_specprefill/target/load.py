@@ -46,7 +46,7 @@ def load_target(
         served_name: what an endpoint calls the model; `model` when empty.
         as_text: send an endpoint the prompt as text; for servers that take no token ids.
         context_tokens: positions of an endpoint, where it has fewer than its model.
-        block_reuse: of an engine: keep KV blocks, pruned prompts under salts of their own.
+        block_reuse: of an engine: keep KV blocks, prompts with gaps under salts of their own.
         kv_cache_tokens: of an engine: what its KV cache holds; None for all there is room for.
         cache_mib: of `torch`: mebibytes of keys and values of heads kept between prompts, see
             `PrunePlan.head`.
