@@ -193,8 +193,8 @@ def describe(engine: Engine_) -> None:
 
 @app.command()
 def positions(engine: Engine_) -> None:
-    """Let a Qwen2 checkpoint rotate by position ids, in its config."""
-    from engine_build.target import write_rotation
+    """Write into a checkpoint's config by what it rotates."""
+    from engine_build.rotary_config import write_rotation
 
     write_rotation(engine)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine_build.rotary_config import write_for_both
 from trtllm_specprefill.measured import write
 from trtllm_specprefill.models import copy_description, local_fingerprint
 from trtllm_specprefill.target.evidence import FOLDER, evidence_for
@@ -18,6 +19,7 @@ def describe(engine: Path) -> None:
     """
     manifest = Manifest.read(engine)
     copy_description(manifest.model, engine / DESCRIPTION)
+    write_for_both(engine / DESCRIPTION)
     fingerprint = local_fingerprint(manifest.model)
     manifest.model_copy(update={"fingerprint": fingerprint}).write(engine)
     if evidence := evidence_for(fingerprint):

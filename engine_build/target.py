@@ -7,13 +7,13 @@ the first as `max_seq_len`; the rotary table inside the network has rows for the
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from engine_build.commands import Command
+from engine_build.rotary_config import MROPE_BY_CONFIG
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.target.manifest import Backend, Manifest, Precision
 from trtllm_specprefill.target.rotary import ROPE_TYPES, rope_type
@@ -24,9 +24,6 @@ ENGINE_ENVIRONMENT = "SPECPREFILL_ENGINE"  # tells the model class where the man
 
 # Model types whose attention `rotated_models` rotates, and its class for each.
 ROTATED = {"llama": "RotatedLlama", "qwen2": "RotatedQwen", "qwen3": "RotatedQwen"}
-# Of TensorRT-LLM's PyTorch models, those that can leave the rotation to position ids by config.
-MROPE_BY_CONFIG = ("qwen2",)
-_ROPE_THETA = 10_000.0  # of a config that states none, by transformers and TensorRT-LLM alike
 
 
 @dataclass(frozen=True)
@@ -120,8 +117,10 @@ class TargetBuild:
         else:
             copy = ("cp", "-rL", f"{self.model}/.", str(self.out))
             made.append(Command("the checkpoint as it is", copy))
-        if self.backend == "pytorch" and self.original_positions(config):
-            made.append(_own("rotation from position ids, by config", "positions", self.out))
+        if self.backend == "pytorch":
+            rotates = self.original_positions(config)
+            why = "rotation from position ids, by config" if rotates else "a config for any version"
+            made.append(_own(why, "positions", self.out))
         if self.record_probes:
             made.append(_own("torch answers the probes of the start-up check", "probes", self.out))
         return made
@@ -200,51 +199,3 @@ def _builder() -> str:
 
 def _own(why: str, name: str, out: Path) -> Command:
     return Command(why, ("python", "-m", "engine_build", name, "--engine", str(out)))
-
-
-def rotate_by_position_ids(config: dict[str, Any]) -> dict[str, Any]:
-    """A Qwen2 `config.json` whose PyTorch model in TensorRT-LLM rotates by position ids.
-
-    MRoPE with three equal axes is ordinary rotary embedding; the kernel that fuses the rotation
-    takes positions from the KV index, so it is turned off. What it says can be read by TensorRT-LLM
-    with transformers 4 (1.2) and 5 (1.4). Raises `InputError` for a config that cannot say so.
-    """
-    if config.get("model_type") not in MROPE_BY_CONFIG:
-        raise InputError("model", config.get("model_type"), "one of " + ", ".join(MROPE_BY_CONFIG))
-    # The parameters are called rope_scaling by transformers 4, with the theta beside them, and
-    # rope_parameters by 5, with the theta in them; where a config has both, 5 reads the former.
-    stated = {n: config[n] for n in ("rope_scaling", "rope_parameters") if config.get(n)}
-    for name, parameters in stated.items():
-        kind = parameters.get("rope_type") or parameters.get("type") or "default"
-        if kind not in ("default", "mrope"):
-            allowed = "none: its place is taken by the one for MRoPE"
-            raise InputError(name, parameters, allowed)
-    thetas = [one.get("rope_theta") for one in (*stated.values(), config)]
-    heads = int(config["num_attention_heads"])
-    half = int(config.get("head_dim") or int(config["hidden_size"]) // heads) // 2
-    quarter = half // 4
-    sections = [quarter, (half - quarter) // 2, half - quarter - (half - quarter) // 2]
-    rotary = {
-        "type": "mrope",
-        "rope_type": "default",
-        "mrope_section": sections,
-        "rope_theta": next((theta for theta in thetas if theta), _ROPE_THETA),
-    }
-    return {
-        **config,
-        "disable_fuse_rope": True,
-        "rope_theta": rotary["rope_theta"],
-        "rope_scaling": rotary,
-        "rope_parameters": rotary,
-    }
-
-
-def write_rotation(folder: Path) -> None:
-    """`rotate_by_position_ids` on the checkpoint in `folder`."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError("engine", str(folder), f"a checkpoint's folder ({error})") from error
-    made = json.dumps(rotate_by_position_ids(config), indent=2)
-    path.write_text(made + "\n", encoding="utf-8")

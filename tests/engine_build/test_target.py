@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from typer.testing import CliRunner
 
@@ -23,9 +23,11 @@ from engine_build.__main__ import app
 from engine_build.commands import BuildFailed, Command, run_all
 from engine_build.description import describe
 from engine_build.probes import probe_tokens
-from engine_build.target import TargetBuild, rotate_by_position_ids, write_rotation
+from engine_build.rotary_config import for_both, rotate_by_position_ids, write_rotation
+from engine_build.target import TargetBuild
+from tests.target.conftest import manifest_of
 from tests.target.evidence import measured
-from tests.target.rope import with_rope
+from tests.target.rope import LLAMA3, YARN, with_rope
 from tests.test_judges import Spelling, random_model
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.measured import write
@@ -220,6 +222,7 @@ def test_a_rotated_checkpoint_keeps_its_theta_for_whoever_reads_it(
             stated.pop(name, None)
         stated |= {"rope_parameters": rope} if written == "by 5" else {"rope_theta": theta}
         path.write_text(json.dumps(stated))
+    manifest_of("trtllm_llm").write(tmp_path)
     write_rotation(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     assert theta_of(config) == theta
@@ -230,6 +233,34 @@ def test_a_rotated_checkpoint_keeps_its_theta_for_whoever_reads_it(
     made = json.loads(path.read_text())  # transformers 4 has the theta beside the parameters
     assert made["rope_theta"] == made["rope_parameters"]["rope_theta"] == theta
     assert made["disable_fuse_rope"] is True
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, YARN, {"rope_type": "default", "rope_theta": 2e6}])
+def test_a_checkpoint_that_is_not_rotated_is_read_alike_by_both(
+    tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    with_rope(LlamaConfig, rope, max_position_embeddings=131_072).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    stated = json.loads(path.read_text())
+    for name in ("rope_parameters", "rope_scaling", "rope_theta"):
+        stated.pop(name, None)
+    path.write_text(json.dumps({**stated, "rope_parameters": rope}))  # as 5 writes it
+    manifest_of("trtllm_llm", original_positions=False).write(tmp_path)
+    write_rotation(tmp_path)
+    made = json.loads(path.read_text())
+    read_by_5 = AutoConfig.from_pretrained(tmp_path)
+    assert theta_of(read_by_5) == made["rope_theta"] == rope["rope_theta"]
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    if rope["rope_type"] == "default":
+        assert not made.get("rope_scaling")
+    else:
+        assert made["rope_scaling"] == scaling
+        assert scaling.items() <= read_by_5.rope_scaling.items()
+    assert for_both(made) == made
+    by_4 = {**stated, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    assert for_both(by_4) == by_4
+    by_layer = {"rope_parameters": {"full_attention": dict(rope)}}
+    assert for_both(by_layer) == by_layer
 
 
 def test_a_config_that_cannot_say_it_is_refused(tmp_path: Path) -> None:
@@ -246,6 +277,7 @@ def test_a_config_that_cannot_say_it_is_refused(tmp_path: Path) -> None:
 def test_the_positions_step_changes_the_checkpoint_in_place(tmp_path: Path) -> None:
     text = (HERE / "configs" / "qwen2.5-72b" / "config.json").read_text(encoding="utf-8")
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    manifest_of("trtllm_llm").write(tmp_path)
     run("positions", "--engine", str(tmp_path))
     made = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert made == rotate_by_position_ids(json.loads(text))
