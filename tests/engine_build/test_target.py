@@ -405,6 +405,8 @@ def test_of_another_model_nothing_is_left_beside_the_engine(qwen2: Path, tmp_pat
     assert left == {p.name for p in qwen2.iterdir() if p.suffix != ".safetensors"} | {"notes"}
     describe(made)
     assert {path.name for path in beside.iterdir()} == left
+    stated = json.loads((beside / "config.json").read_text())  # for transformers 4 and 5
+    assert stated["rope_theta"] == theta_of(AutoConfig.from_pretrained(qwen2))
     (qwen2 / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match="tokenizer"):
         describe(made)
