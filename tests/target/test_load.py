@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,10 @@ def test_an_unknown_kind_and_a_folder_without_a_manifest_say_what_is_allowed(
         load_target("trtllm_llm", str(folder))
     (tmp_path / MANIFEST).write_text('{"model": "x", "backend": "onnx"}')
     with pytest.raises(InputError, match="backend"):
+        load_target("trtllm_llm", str(tmp_path))
+    stated = manifest_of("trtllm_llm").model_dump(mode="json")
+    (tmp_path / MANIFEST).write_text(json.dumps({**stated, "tensorrt_llm": "newest"}))
+    with pytest.raises(InputError, match=r"tensorrt_llm: got 'newest'.*such as 1\.2\.1"):
         load_target("trtllm_llm", str(tmp_path))
 
 

@@ -42,6 +42,7 @@ class Manifest(BaseModel):
     tensorrt_llm: str = Field(
         pattern=r"^\d+\.\d+",
         description="of an engine the version that builds it, of a checkpoint the first to run it",
+        json_schema_extra={"allowed": "a version such as 1.2.1"},
     )
     tensor_parallel: int = Field(ge=1)
     pipeline_parallel: int = Field(ge=1)
