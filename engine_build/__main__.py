@@ -108,6 +108,7 @@ def target(
             print(f"# {command.why}\n{command.shown()}\n")
         print(f"# {out / target_manifest.MANIFEST}\n{manifest.model_dump_json(indent=2)}")
         return
+    build.check_examples()
     try:
         out.mkdir(parents=True, exist_ok=True)
         manifest.write(out)
@@ -183,9 +184,17 @@ def draft(
 
 
 @app.command()
+def describe(engine: Engine_) -> None:
+    """Copy the model's config, tokenizer and measured positions beside the engine."""
+    from engine_build.description import describe as write_description
+
+    write_description(engine)
+
+
+@app.command()
 def positions(engine: Engine_) -> None:
-    """Let a Qwen2 checkpoint rotate by position ids, in its config."""
-    from engine_build.target import write_rotation
+    """Write into a checkpoint's config by what it rotates."""
+    from engine_build.rotary_config import write_rotation
 
     write_rotation(engine)
 

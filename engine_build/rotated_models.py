@@ -19,9 +19,9 @@ from tensorrt_llm.functional import PositionEmbeddingType, Tensor, _create_tenso
 from tensorrt_llm.layers import attention as attention_layers
 from tensorrt_llm.models import LLaMAForCausalLM, QWenForCausalLM
 from tensorrt_llm.models.modeling_utils import DecoderModelForCausalLM
-from transformers import AutoConfig
 
 from engine_build.target import ENGINE_ENVIRONMENT
+from trtllm_specprefill.models import load_config
 from trtllm_specprefill.target.manifest import Manifest
 from trtllm_specprefill.target.rotary import RotaryTable, Rotation, TensorRTOperators, rotary_table
 
@@ -31,9 +31,9 @@ _held: list[TensorRTOperators] = []
 
 def engine_table() -> RotaryTable:
     """The rotary table for the engine that is being built, as its manifest says."""
-    manifest = Manifest.read(os.environ[ENGINE_ENVIRONMENT])
-    config = AutoConfig.from_pretrained(manifest.model).get_text_config()
-    return rotary_table(config, manifest.positions)
+    folder = os.environ[ENGINE_ENVIRONMENT]
+    manifest = Manifest.read(folder)
+    return rotary_table(load_config(manifest.described_in(folder)), manifest.positions)
 
 
 @contextmanager

@@ -7,23 +7,23 @@ the first as `max_seq_len`; the rotary table inside the network has rows for the
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from engine_build.commands import Command
+from engine_build.rotary_config import MROPE_BY_CONFIG
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.target.manifest import Backend, Manifest, Precision
 from trtllm_specprefill.target.rotary import ROPE_TYPES, rope_type
 
-TENSORRT_LLM = "1.2.1"
+TENSORRT_LLM = "1.2.1"  # that builds engines, where none is installed
+CHECKPOINTS = "1.2"  # the first whose LLM API serves what is built for the PyTorch backend
 ENGINE_ENVIRONMENT = "SPECPREFILL_ENGINE"  # tells the model class where the manifest is
 
 # Model types whose attention `rotated_models` rotates, and its class for each.
 ROTATED = {"llama": "RotatedLlama", "qwen2": "RotatedQwen", "qwen3": "RotatedQwen"}
-# Of TensorRT-LLM's PyTorch models, those that can leave the rotation to position ids by config.
-MROPE_BY_CONFIG = ("qwen2",)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class TargetBuild:
             model=self.model,
             backend=self.backend,
             precision=self.precision,
-            tensorrt_llm=TENSORRT_LLM,
+            tensorrt_llm=_builder() if self.backend == "tensorrt" else CHECKPOINTS,
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
             original_positions=self.original_positions(config),
@@ -108,25 +108,47 @@ class TargetBuild:
 
     def commands(self, config: Any) -> list[Command]:
         """Every command of the build, in order; the manifest is written before the first."""
+        made = [_own("the model's config and tokenizer beside the engine", "describe", self.out)]
         if self.backend == "tensorrt":
-            made = [self._checkpoint(self.out / "checkpoint", "tensorrt_llm"), self._engine(config)]
+            made.append(self._checkpoint(self.out / "checkpoint", "tensorrt_llm"))
+            made.append(self._engine(config))
         elif self.precision == "fp8":
-            made = [self._checkpoint(self.out, "hf")]
+            made.append(self._checkpoint(self.out, "hf"))
         else:
-            made = [
-                Command("the checkpoint as it is", ("cp", "-rL", f"{self.model}/.", str(self.out)))
-            ]
-        if self.backend == "pytorch" and self.original_positions(config):
-            made.append(_own("rotation from position ids, by config", "positions", self.out))
+            copy = ("cp", "-rL", f"{self.model}/.", str(self.out))
+            made.append(Command("the checkpoint as it is", copy))
+        if self.backend == "pytorch":
+            rotates = self.original_positions(config)
+            why = "rotation from position ids, by config" if rotates else "a config for any version"
+            made.append(_own(why, "positions", self.out))
         if self.record_probes:
             made.append(_own("torch answers the probes of the start-up check", "probes", self.out))
         return made
+
+    def check_examples(self) -> None:
+        """Raise `InputError` where `examples` lacks the program that quantises."""
+        needed = self.backend == "tensorrt" or self.precision == "fp8"
+        if needed and not self._quantize.is_file():
+            later = (
+                "; what it makes for the PyTorch backend 1.3 and 1.4 serve too, and"
+                " --precision bf16 does without"
+            )
+            raise InputError(
+                "examples",
+                self.examples,
+                "TensorRT-LLM's folder examples with quantization/quantize.py in it, which versions"
+                " up to 1.3.0rc20 have" + (later if self.backend == "pytorch" else ""),
+            )
+
+    @property
+    def _quantize(self) -> Path:
+        return Path(self.examples) / "quantization" / "quantize.py"
 
     def _checkpoint(self, folder: Path, form: str) -> Command:
         quantised = self.precision == "fp8"
         arguments = [
             "python",
-            str(Path(self.examples) / "quantization" / "quantize.py"),
+            str(self._quantize),
             *("--model_dir", self.model),
             *("--dtype", "bfloat16"),
             *("--qformat", "fp8" if quantised else "full_prec"),
@@ -167,36 +189,13 @@ class TargetBuild:
         )
 
 
+def _builder() -> str:
+    """The version of TensorRT-LLM that builds."""
+    try:
+        return version("tensorrt_llm")
+    except PackageNotFoundError:
+        return TENSORRT_LLM
+
+
 def _own(why: str, name: str, out: Path) -> Command:
     return Command(why, ("python", "-m", "engine_build", name, "--engine", str(out)))
-
-
-def rotate_by_position_ids(config: dict[str, Any]) -> dict[str, Any]:
-    """A Qwen2 `config.json` whose PyTorch model in TensorRT-LLM rotates by position ids.
-
-    MRoPE with three equal axes is ordinary rotary embedding; the kernel that fuses the rotation
-    takes positions from the KV index, so it is turned off. Raises `InputError` for a config that
-    cannot say so.
-    """
-    if config.get("model_type") not in MROPE_BY_CONFIG:
-        raise InputError("model", config.get("model_type"), "one of " + ", ".join(MROPE_BY_CONFIG))
-    scaled = config.get("rope_scaling") or {}
-    if scaled.get("rope_type", scaled.get("type", "default")) not in ("default", "mrope"):
-        raise InputError("rope_scaling", scaled, "none: its place is taken by the one for MRoPE")
-    heads = int(config["num_attention_heads"])
-    half = int(config.get("head_dim") or int(config["hidden_size"]) // heads) // 2
-    quarter = half // 4
-    sections = [quarter, (half - quarter) // 2, half - quarter - (half - quarter) // 2]
-    rotary = {"type": "mrope", "rope_type": "default", "mrope_section": sections}
-    return {**config, "disable_fuse_rope": True, "rope_scaling": rotary}
-
-
-def write_rotation(folder: Path) -> None:
-    """`rotate_by_position_ids` on the checkpoint in `folder`."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError("engine", str(folder), f"a checkpoint's folder ({error})") from error
-    made = json.dumps(rotate_by_position_ids(config), indent=2)
-    path.write_text(made + "\n", encoding="utf-8")

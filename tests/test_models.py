@@ -25,7 +25,7 @@ from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from trtllm_specprefill.errors import InputError, SpecPrefillError
 from trtllm_specprefill.fetch import DemoModel, FetchFailed, Part, cache_folder
 from trtllm_specprefill.hardware import choose_device, choose_dtype
-from trtllm_specprefill.models import demo_folder, load_model, load_tokenizer
+from trtllm_specprefill.models import demo_folder, load_config, load_model, load_tokenizer
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<turn_end>"]
 MIXED = "Hello wörld, 日本語 עברית नमस्ते 🙂‍↔️\n\n  def f(x):\n\treturn x</s> 12345"
@@ -175,6 +175,46 @@ def test_a_tokenizer_loads_without_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     encoded = load_tokenizer(str(folder))(MIXED, return_offsets_mapping=True)
     assert encoded.offset_mapping[-1][1] == len(MIXED)
+
+
+class _ReadBy4:
+    """A config of transformers 5 as 4 reads it: its own names by default, the new one kept."""
+
+    max_position_embeddings = 4096
+
+    def __init__(self, **stated: Any) -> None:
+        self.rope_theta, self.rope_scaling = 10_000.0, None
+        vars(self).update(stated)
+
+    def get_text_config(self) -> _ReadBy4:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta of 1e"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type yarn"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_theta of 1e"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, None),
+        ({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6}}, None),
+        (
+            {"rope_scaling": {"type": "yarn"}, "rope_parameters": {"rope_type": "yarn"}},
+            None,
+        ),
+        ({"rope_theta": 1e6}, None),
+    ],
+)
+def test_a_rotary_embedding_that_the_installed_transformers_passes_over_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stated: dict[str, Any], words: str | None
+) -> None:
+    read = _ReadBy4(**stated)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda _: read)
+    if words is None:
+        assert load_config(str(folder)) is read
+        return
+    with pytest.raises(InputError, match=rf"{words}.*rope_scaling in config.json"):
+        load_config(str(folder))
 
 
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
@@ -46,6 +48,7 @@ __all__ = [
     "FetchFailed",
     "Model",
     "check_name",
+    "copy_description",
     "end_ids",
     "engine_model",
     "load_config",
@@ -59,6 +62,11 @@ _NAMES = (
     + ", ".join(sorted(DEMO_MODELS))
 )
 _WEIGHTS = ("*.safetensors", "*.bin")
+# Config, generation config, tokenizers of every kind, and chat templates.
+_DESCRIPTION = (
+    *("config.json", "generation_config.json", "tokenizer*", "*.model", "vocab.*", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*"),
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -183,6 +191,30 @@ def engine_model(name: str, progress: Progress | None = None) -> EngineModel:
     return EngineModel(name, tokenizer, config, end_ids(stated or config, config, tokenizer))
 
 
+def copy_description(name: str, folder: Path, progress: Progress | None = None) -> None:
+    """Copy what `engine_model` reads of a model, all but its weights, into `folder`, which is made.
+
+    What another model left there is taken away. Raises `InputError` for a model whose files
+    cannot be read.
+    """
+    engine_model(name, progress)  # what cannot be read there is known now
+    source = _locate(name, progress or _silent)
+    if not Path(source).is_dir():
+        with _reading(source, name, "a model with files that can be fetched"):
+            source = huggingface_hub.snapshot_download(source, allow_patterns=[*_DESCRIPTION])
+    if folder.is_dir() and folder.samefile(source):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in _description_in(folder):
+        path.unlink()
+    for path in _description_in(Path(source)):
+        shutil.copyfile(path, folder / path.name)
+
+
+def _description_in(folder: Path) -> set[Path]:
+    return {path for kind in _DESCRIPTION for path in folder.glob(kind) if path.is_file()}
+
+
 def local_fingerprint(name: str, progress: Progress | None = None) -> str | None:
     """`Model.fingerprint` without loading the weights; None where they are not on this disk.
 
@@ -275,7 +307,34 @@ def _read_tokenizer(source: str, name: str) -> Any:
 
 def _read_config(source: str, name: str) -> Any:
     with _reading(source, name, "a model with a config that transformers reads"):
-        return AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source)
+    if passed_over := _unread_rotary(config.get_text_config()):
+        allowed = (
+            f"one whose rotary embedding transformers {transformers.__version__} reads: it passes"
+            f" over {passed_over} in rope_parameters, where transformers 5 writes it (state it as"
+            " rope_theta and rope_scaling in config.json too, or install transformers 5)"
+        )
+        raise InputError("model", name, allowed)
+    return config
+
+
+def _unread_rotary(config: Any) -> str:
+    """What a config states of its rotary embedding that its class does not know of, in words.
+
+    Transformers 4 keeps `rope_parameters` as it keeps any unknown name, and rotates by its default.
+    """
+    stated = getattr(config, "rope_parameters", None)
+    read = getattr(config, "rope_theta", None)  # transformers 5 has it in `rope_parameters` alone
+    if not isinstance(stated, dict) or read is None:
+        return ""
+    known = {read, getattr(config, "rope_local_base_freq", read)}  # of Gemma 3 there are two
+    for one in [part for part in stated.values() if isinstance(part, dict)] or [stated]:
+        kind = one.get("rope_type", "default")
+        if one.get("rope_theta", read) not in known:
+            return f"a rope_theta of {one['rope_theta']:g}"
+        if kind != "default" and not getattr(config, "rope_scaling", None):
+            return f"the rope_type {kind}"
+    return ""
 
 
 def _first_layers(config: Any, layers: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,19 +15,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, Qwen2Config
+from transformers import AutoConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from typer.testing import CliRunner
 
 from engine_build.__main__ import app
 from engine_build.commands import BuildFailed, Command, run_all
+from engine_build.description import describe
 from engine_build.probes import probe_tokens
-from engine_build.target import TargetBuild, rotate_by_position_ids, write_rotation
+from engine_build.rotary_config import for_both, rotate_by_position_ids, write_rotation
+from engine_build.target import TargetBuild
+from tests.target.conftest import manifest_of
+from tests.target.evidence import measured
+from tests.target.rope import LLAMA3, YARN, with_rope
 from tests.test_judges import Spelling, random_model
 from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.measured import write
+from trtllm_specprefill.models import engine_model, local_fingerprint
 from trtllm_specprefill.plan import PrunePlan
 from trtllm_specprefill.settings import Sampling
-from trtllm_specprefill.target.manifest import MANIFEST, Manifest
+from trtllm_specprefill.target.evidence import FOLDER, evidence_for
+from trtllm_specprefill.target.manifest import DESCRIPTION, Manifest
 from trtllm_specprefill.target.positions import Recorded, check_positions
 from trtllm_specprefill.target.torch import TorchTarget
 
@@ -179,8 +188,9 @@ def test_a_qwen_config_that_rotates_by_position_ids_is_ordinary_rotary_embedding
     assert rotary["mrope_section"] == [16, 24, 24]  # as Qwen2-VL has it, of 64
     assert sum(rotary["mrope_section"]) == 64
     assert after["disable_fuse_rope"] is True
-    assert {k: v for k, v in after.items() if k not in ("rope_scaling", "disable_fuse_rope")} == {
-        k: v for k, v in before.items() if k != "rope_scaling"
+    changed = {"rope_scaling", "rope_parameters", "rope_theta", "disable_fuse_rope"}
+    assert {k: v for k, v in after.items() if k not in changed} == {
+        k: v for k, v in before.items() if k not in changed
     }
     assert rotate_by_position_ids(after) == after
     # Three equal axes, cut into sections and put together again, are the one axis.
@@ -192,12 +202,74 @@ def test_a_qwen_config_that_rotates_by_position_ids_is_ordinary_rotary_embedding
     assert torch.equal(torch.cat(parts, dim=-1), cos[..., :64])
 
 
+def theta_of(config: Any) -> float:
+    """As transformers 5 or 4 has it."""
+    stated = getattr(config, "rope_parameters", None) or {}
+    return float(stated.get("rope_theta") or config.rope_theta)
+
+
+@pytest.mark.parametrize("written", ["by this transformers", "by 5", "by 4"])
+def test_a_rotated_checkpoint_keeps_its_theta_for_whoever_reads_it(
+    tmp_path: Path, written: str
+) -> None:
+    theta = float(np.random.default_rng().integers(2, 1000) * 5000)
+    rope = {"rope_type": "default", "rope_theta": theta}
+    with_rope(Qwen2Config, rope, hidden_size=512, num_attention_heads=4).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    if written != "by this transformers":
+        stated = json.loads(path.read_text())
+        for name in ("rope_parameters", "rope_scaling", "rope_theta"):
+            stated.pop(name, None)
+        stated |= {"rope_parameters": rope} if written == "by 5" else {"rope_theta": theta}
+        path.write_text(json.dumps(stated))
+    manifest_of("trtllm_llm").write(tmp_path)
+    write_rotation(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert theta_of(config) == theta
+    # TensorRT-LLM asks for the kind and the sections under the old name, whatever it runs on.
+    assert config.rope_scaling["type"] == "mrope"
+    assert sum(config.rope_scaling["mrope_section"]) == 64
+    assert config.rope_scaling.get("factor", 1.0) == 1.0
+    made = json.loads(path.read_text())  # transformers 4 has the theta beside the parameters
+    assert made["rope_theta"] == made["rope_parameters"]["rope_theta"] == theta
+    assert made["disable_fuse_rope"] is True
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, YARN, {"rope_type": "default", "rope_theta": 2e6}])
+def test_a_checkpoint_that_is_not_rotated_is_read_alike_by_both(
+    tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    with_rope(LlamaConfig, rope, max_position_embeddings=131_072).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    stated = json.loads(path.read_text())
+    for name in ("rope_parameters", "rope_scaling", "rope_theta"):
+        stated.pop(name, None)
+    path.write_text(json.dumps({**stated, "rope_parameters": rope}))  # as 5 writes it
+    manifest_of("trtllm_llm", original_positions=False).write(tmp_path)
+    write_rotation(tmp_path)
+    made = json.loads(path.read_text())
+    read_by_5 = AutoConfig.from_pretrained(tmp_path)
+    assert theta_of(read_by_5) == made["rope_theta"] == rope["rope_theta"]
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    if rope["rope_type"] == "default":
+        assert not made.get("rope_scaling")
+    else:
+        assert made["rope_scaling"] == scaling
+        assert scaling.items() <= read_by_5.rope_scaling.items()
+    assert for_both(made) == made
+    by_4 = {**stated, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    assert for_both(by_4) == by_4
+    by_layer = {"rope_parameters": {"full_attention": dict(rope)}}
+    assert for_both(by_layer) == by_layer
+
+
 def test_a_config_that_cannot_say_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="llama"):
         rotate_by_position_ids({"model_type": "llama"})
-    scaled = {"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 4.0}}
-    with pytest.raises(InputError, match="rope_scaling"):
-        rotate_by_position_ids(scaled)
+    yarn = {"factor": 4.0, "rope_theta": 1e6}
+    for name, kind in (("rope_scaling", "type"), ("rope_parameters", "rope_type")):
+        with pytest.raises(InputError, match=name):
+            rotate_by_position_ids({"model_type": "qwen2", name: {kind: "yarn", **yarn}})
     with pytest.raises(InputError, match="engine"):
         write_rotation(tmp_path)
 
@@ -205,6 +277,7 @@ def test_a_config_that_cannot_say_it_is_refused(tmp_path: Path) -> None:
 def test_the_positions_step_changes_the_checkpoint_in_place(tmp_path: Path) -> None:
     text = (HERE / "configs" / "qwen2.5-72b" / "config.json").read_text(encoding="utf-8")
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    manifest_of("trtllm_llm").write(tmp_path)
     run("positions", "--engine", str(tmp_path))
     made = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert made == rotate_by_position_ids(json.loads(text))
@@ -225,6 +298,34 @@ def test_recorded_probes_are_what_the_model_itself_answers_and_nothing_else_does
     other = probe_tokens(random_model("llama", Spelling()))
     wrong = Recorded(other.scattered, other.contiguous)
     assert not check_positions(token, vocabulary, wrong).honoured
+
+
+@pytest.mark.parametrize(
+    ("backend", "precision", "words"),
+    [
+        ("tensorrt", "fp8", r"up to 1\.3\.0rc20 have$"),
+        ("tensorrt", "bf16", r"up to 1\.3\.0rc20 have$"),
+        ("pytorch", "fp8", r"up to 1\.3\.0rc20 have.*1\.4 serve too"),
+        ("pytorch", "bf16", None),
+    ],
+)
+def test_a_version_that_no_longer_quantises_is_told_from_before_anything_is_written(
+    tmp_path: Path, backend: Any, precision: Any, words: str | None
+) -> None:
+    build = build_of(backend=backend, precision=precision, examples=str(tmp_path))
+    if words is None:
+        build.check_examples()
+        return
+    with pytest.raises(InputError, match=rf"examples: .*{words}"):
+        build.check_examples()
+    (tmp_path / "quantization").mkdir()
+    (tmp_path / "quantization" / "quantize.py").touch()
+    build.check_examples()
+    where = ("--model", str(HERE / "configs" / "qwen2.5-72b"), "--out", str(tmp_path / "made"))
+    options = ("--backend", backend, "--precision", precision, "--kept", "8192")
+    done = CliRunner().invoke(app, ["target", *where, *options, "--examples", str(tmp_path / "x")])
+    assert isinstance(done.exception, InputError)
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_build_runs_its_commands_in_order_and_stops_at_the_first_that_fails(
@@ -251,18 +352,61 @@ def test_a_shown_command_is_one_that_a_shell_takes() -> None:
     assert done.stdout.strip() == "['--a', 'b c']"
 
 
-def test_a_bf16_checkpoint_is_copied_and_told_about(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    text = (HERE / "configs" / "qwen2.5-72b" / "config.json").read_text(encoding="utf-8")
-    (model / "config.json").write_text(text, encoding="utf-8")
-    (model / "weights.safetensors").write_bytes(b"weights")
+@pytest.fixture
+def qwen2(byte_level: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
+    """A small Qwen2 with weights and a tokenizer, in a folder."""
+    where = tmp_path / "model"
+    random_model("qwen2", byte_level, vocab_size=len(byte_level)).module.save_pretrained(where)
+    byte_level.save_pretrained(where)
+    return where
+
+
+def test_a_bf16_checkpoint_is_copied_and_told_about_and_can_be_served_without_its_model(
+    qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECPREFILL_CACHE", str(tmp_path / "cache"))
+    known, fingerprint = engine_model(str(qwen2)), local_fingerprint(str(qwen2))
+    assert fingerprint is not None
+    one = measured(fingerprint, original=3, contiguous=20)
+    write(tmp_path / "cache" / FOLDER / "mine.json", one)
+    weights = (qwen2 / "model.safetensors").read_bytes()
     out = tmp_path / "engine"
     run(
-        *("target", "--model", str(model), "--out", str(out), "--backend", "pytorch"),
-        *("--precision", "bf16", "--kept", "8192"),
+        *("target", "--model", str(qwen2), "--out", str(out), "--backend", "pytorch"),
+        *("--precision", "bf16", "--kept", "512", "--prompt", "1024", "--output", "64"),
     )
-    assert (out / "weights.safetensors").read_bytes() == b"weights"
+    shutil.rmtree(tmp_path / "cache")
+    shutil.rmtree(qwen2)
+    assert (out / "model.safetensors").read_bytes() == weights
     assert json.loads((out / "config.json").read_text())["disable_fuse_rope"] is True
-    assert Manifest.read(out).original_positions
-    assert (out / MANIFEST).is_file()
+    manifest = Manifest.read(out)
+    assert manifest.original_positions
+    assert (manifest.model, manifest.fingerprint) == (str(qwen2), fingerprint)
+    described = engine_model(manifest.described_in(out))
+    text = "The key lies under the third stone. 敏捷的棕色狐狸"
+    assert described.tokenizer.encode(text) == known.tokenizer.encode(text)
+    assert described.tokenizer.chat_template == known.tokenizer.chat_template
+    assert described.end_ids == known.end_ids
+    assert described.config.to_diff_dict() == known.config.to_diff_dict()  # not the changed one
+    assert evidence_for(fingerprint, out / FOLDER) == one
+    assert evidence_for(fingerprint) is None
+
+
+def test_of_another_model_nothing_is_left_beside_the_engine(qwen2: Path, tmp_path: Path) -> None:
+    made = tmp_path / "engine"
+    made.mkdir()
+    build_of(model=str(qwen2)).manifest(config_of("llama-3.1-70b")).write(made)
+    beside = made / DESCRIPTION
+    beside.mkdir()
+    for name in ("tokenizer.model", "vocab.json", "notes"):
+        (beside / name).write_text("{}")
+    describe(made)
+    left = {path.name for path in beside.iterdir()}
+    assert left == {p.name for p in qwen2.iterdir() if p.suffix != ".safetensors"} | {"notes"}
+    describe(made)
+    assert {path.name for path in beside.iterdir()} == left
+    stated = json.loads((beside / "config.json").read_text())  # for transformers 4 and 5
+    assert stated["rope_theta"] == theta_of(AutoConfig.from_pretrained(qwen2))
+    (qwen2 / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="tokenizer"):
+        describe(made)

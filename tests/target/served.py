@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from engine_build.description import describe
 from tests.strategies import WORDS
 from tests.target.conftest import CONTRACTS, KINDS, manifest_of
 from trtllm_specprefill.serving.client import stream
@@ -34,9 +35,10 @@ def settings_of(kind: str, folder: Path, engine: Path, ranks: int = 1) -> ServeS
     """Settings of a server with free ports.
 
     kind: one of `conftest.KINDS`. folder: of the draft, and of the model behind the engine.
-    engine: where the engine's manifest is written.
+    engine: where the engine's manifest is written, and what else is served of it.
     """
     manifest_of(kind, model=str(folder), tensor_parallel=ranks).write(engine)
+    describe(engine)
     backend, *_ = kind.split()
     return with_free_ports(
         ServeSettings.of(

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from engine_build.description import describe
 from tests.contracts import engine
 from tests.target.conftest import install, manifest_of
 from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.models import load_tokenizer
 from trtllm_specprefill.plan import PrunePlan, Reason
+from trtllm_specprefill.serving.ranks import budget_of, world_of
+from trtllm_specprefill.serving.settings import ServeSettings
 from trtllm_specprefill.settings import Sampling
 from trtllm_specprefill.target.base import Target
-from trtllm_specprefill.target.load import load_target
+from trtllm_specprefill.target.load import load_target, source_model
 from trtllm_specprefill.target.manifest import MANIFEST, Manifest
 
 
@@ -47,6 +53,36 @@ def test_an_engine_is_found_by_its_folder(
     target.close()
 
 
+@pytest.mark.parametrize("kind", ["trtllm_executor", "trtllm_llm"])
+def test_an_engine_is_served_where_its_model_is_not(
+    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, engines = tmp_path / "models" / "small", tmp_path / "engines" / "target"
+    shutil.copytree(folder, model)
+    engines.mkdir(parents=True)
+    manifest_of(kind, model=str(model)).write(engines)
+    describe(engines)
+    torch_target = load_target("torch", str(model), dtype="float32", device="cpu")
+    shutil.rmtree(model.parent)
+    mounted = engines.rename(tmp_path / "mounted")
+    install("recorded_1_2", monkeypatch)
+    monkeypatch.setattr(engine, "setup", engine.Setup(torch_target.model))  # type: ignore[attr-defined]
+    target = load_target(kind, str(mounted), timeout_s=60)
+    assert target.name == str(model)
+    assert answer(target, target.tokenizer) == answer(torch_target, torch_target.tokenizer)
+    assert load_tokenizer(source_model(kind, str(mounted))).encode("key") == (
+        torch_target.tokenizer.encode("key")
+    )
+    served = ServeSettings.of(
+        {
+            "draft": {"model": str(folder)},
+            "target": {"backend": kind, "model": str(mounted)},
+        }
+    )
+    assert budget_of(served, world_of(served), gpu_memory=80e9) is not None
+    target.close()
+
+
 def test_an_endpoint_needs_a_url_and_may_have_fewer_positions(folder: Path) -> None:
     with pytest.raises(InputError, match="url"):
         load_target("endpoint", str(folder))
@@ -66,6 +102,10 @@ def test_an_unknown_kind_and_a_folder_without_a_manifest_say_what_is_allowed(
         load_target("trtllm_llm", str(folder))
     (tmp_path / MANIFEST).write_text('{"model": "x", "backend": "onnx"}')
     with pytest.raises(InputError, match="backend"):
+        load_target("trtllm_llm", str(tmp_path))
+    stated = manifest_of("trtllm_llm").model_dump(mode="json")
+    (tmp_path / MANIFEST).write_text(json.dumps({**stated, "tensorrt_llm": "newest"}))
+    with pytest.raises(InputError, match=r"tensorrt_llm: got 'newest'.*such as 1\.2\.1"):
         load_target("trtllm_llm", str(tmp_path))
 
 

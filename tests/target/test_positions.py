@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
-from engine_build.target import rotate_by_position_ids
+from engine_build.rotary_config import rotate_by_position_ids
 from trtllm_specprefill.plan import PrunePlan, Reason
 from trtllm_specprefill.target.positions import (
     Recorded,

@@ -345,6 +345,21 @@ def test_blocks_of_a_pruned_prompt_never_meet_a_dense_one(
     assert not off.engine._reuse
 
 
+def test_what_was_pruned_to_contiguous_positions_shares_its_blocks(engine_maker: Maker) -> None:
+    """A system prompt that begins pruned and dense prompts is read once."""
+    model = never_ending(random_model("llama", Spelling()))
+    head = plan_of(32, 900).input_ids
+    order = [
+        replace(kept, input_ids=np.concatenate([head, kept.input_ids[32:]]))
+        for kept in (plan_of(64, 2000, "contiguous"), dense(plan_of(80, 400)))
+    ]
+    reusing, judge = engine_maker(model, block_reuse=True), TorchTarget(model)
+    for plan in (*order, *order):
+        assert tokens_of(reusing.target, plan) == tokens_of(judge, plan)
+    assert [job.salt for job in reusing.engine.jobs[-4:]] == [None] * 4
+    assert (None, tuple(head.tolist())) in reusing.engine._blocks
+
+
 def test_the_engine_of_these_tests_does_mix_blocks_without_salts(engine_maker: Maker) -> None:
     """The test above can fail: without the salt the answers differ."""
     model = never_ending(random_model("llama", Spelling()))

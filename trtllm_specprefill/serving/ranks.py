@@ -238,7 +238,8 @@ def budget_of(settings: ServeSettings, world: World, gpu_memory: float) -> Budge
     manifest = manifest_of(settings)
     if manifest is None:
         return None
-    target = Served.of(load_config(manifest.model), manifest.precision, world.size)
+    described = load_config(manifest.described_in(settings.target.model))
+    target = Served.of(described, manifest.precision, world.size)
     config = load_config(settings.draft.model)
     draft = Served(config, _draft_precision(settings), 1)
     longest = min(manifest.positions, int(config.max_position_embeddings))

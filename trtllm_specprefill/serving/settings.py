@@ -86,7 +86,7 @@ class TargetSettings(ModelSettings):
         default=600.0, gt=0, description="of an engine or an endpoint: longest wait for a token"
     )
     block_reuse: bool = Field(
-        default=False, description="of an engine: keep KV blocks, pruned prompts under their own"
+        default=False, description="of an engine: keep KV blocks, prompts with gaps under their own"
     )
     kv_cache_tokens: int | None = Field(
         default=None, ge=1, description="of an engine's KV cache; all there is room for when absent"

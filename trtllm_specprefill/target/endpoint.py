@@ -24,6 +24,7 @@ from trtllm_specprefill.operations import prefill_operations, shortest_window
 from trtllm_specprefill.plan import PositionSupport, PrunePlan
 from trtllm_specprefill.settings import GREEDY_BELOW, Sampling
 from trtllm_specprefill.target.base import FinishReason, Step, Target
+from trtllm_specprefill.target.evidence import PositionEvidence, informed
 from trtllm_specprefill.target.steps import Chunk, assemble
 
 if TYPE_CHECKING:
@@ -66,19 +67,25 @@ def connect(
 class EndpointTarget(Target):
     """Answers through a connection.
 
-    context_tokens: positions of the server, where it has fewer than its model.
+    context_tokens: positions of the server, where it has fewer than its model. evidence: which
+    positions its model answers better with; it has contiguous ones either way.
     """
 
     def __init__(
-        self, connection: Connection, model: EngineModel, context_tokens: int | None = None
+        self,
+        connection: Connection,
+        model: EngineModel,
+        context_tokens: int | None = None,
+        evidence: PositionEvidence | None = None,
     ) -> None:
         self.name, self.tokenizer = f"{model.name} at {connection.url}", model.tokenizer
         self._connection, self._model = connection, model
-        self.position_support = PositionSupport(
+        support = PositionSupport(
             honoured=False,
             window=shortest_window(model.config),
             context=context_tokens or int(model.config.max_position_embeddings),
         )
+        self.position_support = informed(support, evidence)
 
     def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
         """See `Target.stream`. Dense plans are contiguous, so they are taken as they are."""

@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_specprefill.errors import ContextTooLong, InputError
+from trtllm_specprefill.errors import ContextTooLong, InputError, TargetFailed
 from trtllm_specprefill.models import EngineModel
 from trtllm_specprefill.operations import prefill_operations, shortest_window
-from trtllm_specprefill.plan import PositionSupport, PrunePlan, Reason
+from trtllm_specprefill.plan import PositionSupport, PrunePlan
 from trtllm_specprefill.settings import Sampling
 from trtllm_specprefill.target.base import Step, Target
+from trtllm_specprefill.target.evidence import PositionEvidence, informed
 from trtllm_specprefill.target.manifest import Backend, Manifest
 from trtllm_specprefill.target.positions import ENDED, Recorded, check_positions
 from trtllm_specprefill.target.steps import Chunk, assemble
@@ -28,10 +29,12 @@ _log = logging.getLogger(__name__)
 class EngineTarget(Target):
     """Answers with what `engine_build` made in `folder`, many requests at a time.
 
-    block_reuse: keep KV blocks between requests, each pruned prompt under a salt of its own.
+    block_reuse: keep KV blocks between requests, each prompt with gaps under a salt of its own.
     kv_cache_tokens: what the KV cache holds; when None, what the runtime finds room for.
-    timeout_s: longest wait for the next token. Raises `InputError` when TensorRT-LLM is not
-    installed, or `folder` was built for another backend.
+    timeout_s: longest wait for the next token. evidence: which positions the model that it was
+    built from answers better with. Raises `InputError` when TensorRT-LLM is not
+    installed, or `folder` was built for another version or backend, and `TargetFailed` when the
+    engine does not start.
     """
 
     backend: ClassVar[Backend]
@@ -45,6 +48,7 @@ class EngineTarget(Target):
         block_reuse: bool = False,
         kv_cache_tokens: int | None = None,
         timeout_s: float = 600.0,
+        evidence: PositionEvidence | None = None,
     ) -> None:
         if manifest.backend != self.backend:
             raise InputError("engine", str(folder), f"one built for the backend {self.backend}")
@@ -52,9 +56,8 @@ class EngineTarget(Target):
         self._model, self._manifest = model, manifest
         self._timeout, self._salted = timeout_s, block_reuse
         self._start(Path(folder), block_reuse, kv_cache_tokens)
-        self.position_support = support_of(
-            model, manifest, self._chunks if self.takes_requests else None
-        )
+        support = support_of(model, manifest, self._chunks if self.takes_requests else None)
+        self.position_support = informed(support, evidence)
 
     def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:
         """See `Target.stream`. Raises `ContextTooLong` beyond the engine's KV length."""
@@ -71,6 +74,11 @@ class EngineTarget(Target):
     def _start(self, folder: Path, block_reuse: bool, kv_cache_tokens: int | None) -> None:
         """Start the engine, or hold this rank's part of it."""
 
+    def _not_started(self, folder: Path, error: Exception) -> TargetFailed:
+        """The engine's own words of why it did not start."""
+        words = str(error) or type(error).__name__
+        return TargetFailed(f"target {self.name}: {folder} could not be loaded: {words}")
+
     @abstractmethod
     def _chunks(self, plan: PrunePlan, sampling: Sampling) -> Generator[Chunk, None, None]:
         """The engine's tokens; closing it cancels the request. Raises `TargetFailed`."""
@@ -83,8 +91,11 @@ class EngineTarget(Target):
             _log.info("target %s: engine TTFT %.4f s", self.name, waited.total_seconds())
 
     def _needs_salt(self, plan: PrunePlan) -> bool:
-        """Blocks are known by their tokens, not their positions: pruned ones must not be met."""
-        return self._salted and plan.reason is Reason.PRUNED
+        """Blocks are known by their tokens, not their positions: those elsewhere must not be met.
+
+        A prompt pruned to contiguous positions is a dense one of what was kept.
+        """
+        return self._salted and plan.next_position != plan.input_ids.size
 
 
 def fresh_salt() -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal, get_args
 
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.fetch import Progress
-from trtllm_specprefill.models import engine_model, load_model
+from trtllm_specprefill.models import engine_model, load_model, local_fingerprint
 from trtllm_specprefill.target.base import Target
+from trtllm_specprefill.target.evidence import FOLDER, evidence_for
 from trtllm_specprefill.target.manifest import Manifest
 from trtllm_specprefill.target.trtllm_executor import ExecutorTarget
 from trtllm_specprefill.target.trtllm_llm import LLMTarget
@@ -43,7 +46,7 @@ def load_target(
         served_name: what an endpoint calls the model; `model` when empty.
         as_text: send an endpoint the prompt as text; for servers that take no token ids.
         context_tokens: positions of an endpoint, where it has fewer than its model.
-        block_reuse: of an engine: keep KV blocks, pruned prompts under salts of their own.
+        block_reuse: of an engine: keep KV blocks, prompts with gaps under salts of their own.
         kv_cache_tokens: of an engine: what its KV cache holds; None for all there is room for.
         cache_mib: of `torch`: mebibytes of keys and values of heads kept between prompts, see
             `PrunePlan.head`.
@@ -52,7 +55,7 @@ def load_target(
 
     Raises:
         InputError: names the argument, the value and what is allowed.
-        TargetFailed: the check of an engine's positions failed to run.
+        TargetFailed: an engine did not start, or the check of its positions failed to run.
     """
     if kind not in get_args(TargetKind):
         raise InputError("target", kind, "one of " + ", ".join(get_args(TargetKind)))
@@ -64,14 +67,17 @@ def load_target(
         from trtllm_specprefill.target.endpoint import EndpointTarget, connect
 
         connection = connect(url, served_name or model, timeout_s, as_text=as_text)
-        return EndpointTarget(connection, engine_model(model, progress), context_tokens)
+        evidence = evidence_for(local_fingerprint(model, progress))
+        return EndpointTarget(connection, engine_model(model, progress), context_tokens, evidence)
     manifest = Manifest.read(model)
-    described = engine_model(manifest.model, progress)
+    place = manifest.described_in(model)
+    weights = manifest.fingerprint or local_fingerprint(place, progress)
     made = ExecutorTarget if kind == "trtllm_executor" else LLMTarget
     return made(
         model,
-        described,
+        replace(engine_model(place, progress), name=manifest.model),
         manifest,
+        evidence=evidence_for(weights, Path(model) / FOLDER),
         block_reuse=block_reuse,
         kv_cache_tokens=kv_cache_tokens,
         timeout_s=timeout_s,
@@ -79,8 +85,8 @@ def load_target(
 
 
 def source_model(kind: TargetKind, model: str) -> str:
-    """The model whose tokenizer and config a target has; an engine names it in its manifest.
+    """Where the tokenizer and the config of a target are, as `load_config` takes it.
 
     Raises `InputError` for a folder that holds no engine.
     """
-    return Manifest.read(model).model if kind.startswith("trtllm") else model
+    return Manifest.read(model).described_in(model) if kind.startswith("trtllm") else model

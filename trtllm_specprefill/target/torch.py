@@ -26,7 +26,7 @@ from trtllm_specprefill.operations import prefill_operations, shortest_window
 from trtllm_specprefill.plan import PositionSupport, PrunePlan
 from trtllm_specprefill.settings import GREEDY_BELOW, Sampling
 from trtllm_specprefill.target.base import Step, Target
-from trtllm_specprefill.target.evidence import evidence_for
+from trtllm_specprefill.target.evidence import evidence_for, informed
 from trtllm_specprefill.target.positions import check_positions
 from trtllm_specprefill.target.steps import Chunk, assemble
 
@@ -51,14 +51,12 @@ class TorchTarget(Target):
         self._too_long = sys.maxsize  # tokens of the shortest head that there was no room for
         self.model, self.fingerprint = model, model.fingerprint
         watch_layers(model)
-        evidence = evidence_for(model.fingerprint)
-        self.position_support = PositionSupport(
+        support = PositionSupport(
             honoured=check_positions(self._logits, int(model.config.vocab_size)).honoured,
             window=shortest_window(model.config),
             context=model.context_length,
-            better=evidence.better if evidence else None,
-            evidence=evidence.words() if evidence else "",
         )
+        self.position_support = informed(support, evidence_for(model.fingerprint))
 
     @torch.inference_mode()
     def stream(self, plan: PrunePlan, sampling: Sampling) -> Generator[Step, None, None]:

@@ -30,26 +30,29 @@ class ExecutorTarget(EngineTarget):
     backend = "tensorrt"
 
     def _start(self, folder: Path, block_reuse: bool, kv_cache_tokens: int | None) -> None:
+        built = self._manifest.tensorrt_llm
         try:
+            import tensorrt_llm
             from tensorrt_llm.bindings import executor
         except ImportError as error:
             raise InputError(
                 "target",
                 "trtllm_executor",
-                "with TensorRT-LLM 1.2.1 installed (pip install tensorrt-llm==1.2.1, or NVIDIA's"
-                f" container); later versions have no TensorRT backend ({error})",
+                f"with TensorRT-LLM {built} installed (pip install tensorrt-llm=={built}, or"
+                f" NVIDIA's container); after 1.3.0rc20 there is no TensorRT backend ({error})",
             ) from error
-        self._executor = executor.Executor(
-            folder,
-            executor.ModelType.DECODER_ONLY,
-            executor.ExecutorConfig(
-                max_beam_width=1,
-                kv_cache_config=executor.KvCacheConfig(
-                    enable_block_reuse=block_reuse, max_tokens=kv_cache_tokens
-                ),
-                enable_chunked_context=True,
+        self._manifest.check_version(tensorrt_llm.__version__)
+        config = executor.ExecutorConfig(
+            max_beam_width=1,
+            kv_cache_config=executor.KvCacheConfig(
+                enable_block_reuse=block_reuse, max_tokens=kv_cache_tokens
             ),
+            enable_chunked_context=True,
         )
+        try:
+            self._executor = executor.Executor(folder, executor.ModelType.DECODER_ONLY, config)
+        except Exception as error:  # the executor raises what its C++ code throws
+            raise self._not_started(folder, error) from error
         self.takes_requests = self._executor.can_enqueue_requests()
         self.ranks = self._manifest.ranks
 

@@ -33,6 +33,7 @@ class LLMTarget(EngineTarget):
 
     def _start(self, folder: Path, block_reuse: bool, kv_cache_tokens: int | None) -> None:
         try:
+            import tensorrt_llm
             from tensorrt_llm.llmapi import LLM, KvCacheConfig
         except ImportError as error:
             raise InputError(
@@ -42,19 +43,22 @@ class LLMTarget(EngineTarget):
                 f" NVIDIA's container) ({error})",
             ) from error
         manifest = self._manifest
-        self._llm = LLM(
-            model=str(folder),
-            skip_tokenizer_init=True,
-            tensor_parallel_size=manifest.tensor_parallel,
-            pipeline_parallel_size=manifest.pipeline_parallel,
-            max_batch_size=manifest.batch_size,
-            max_seq_len=manifest.kv_tokens,
-            # Else a prompt longer than one step reads, 8,192 tokens, is refused.
-            enable_chunked_prefill=True,
-            kv_cache_config=KvCacheConfig(
-                enable_block_reuse=block_reuse, max_tokens=kv_cache_tokens
-            ),
-        )
+        manifest.check_version(tensorrt_llm.__version__)
+        cache = KvCacheConfig(enable_block_reuse=block_reuse, max_tokens=kv_cache_tokens)
+        try:
+            self._llm = LLM(
+                model=str(folder),
+                skip_tokenizer_init=True,
+                tensor_parallel_size=manifest.tensor_parallel,
+                pipeline_parallel_size=manifest.pipeline_parallel,
+                max_batch_size=manifest.batch_size,
+                max_seq_len=manifest.kv_tokens,
+                # Else a prompt longer than one step reads, 8,192 tokens, is refused.
+                enable_chunked_prefill=True,
+                kv_cache_config=cache,
+            )
+        except Exception as error:  # whatever its workers end with
+            raise self._not_started(folder, error) from error
 
     def close(self) -> None:
         """See `Target.close`. Stops the other ranks too."""

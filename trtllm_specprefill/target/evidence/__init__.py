@@ -3,19 +3,21 @@
 Original positions are what speculative prefill asks for; small models often answer better with
 contiguous ones. Which of the two a target prefers is a fact about its weights, so it is measured
 (`python -m trtllm_specprefill.evaluation positions`) and written down: the files in this
-package are the demo models', those in the cache folder are the user's own.
+package are the demo models', those in the cache folder are the user's own, and those in a built
+engine's folder are of the model it was built from.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from trtllm_specprefill.measured import Measurement, find, own_folder
-from trtllm_specprefill.plan import Positions
+from trtllm_specprefill.plan import Positions, PositionSupport
 
-FOLDER = "positions"  # of the cache folder
+FOLDER = "positions"  # of the cache folder, and of an engine's
 
 
 class Right(BaseModel):
@@ -56,6 +58,19 @@ class PositionEvidence(Measurement):
         )
 
 
-def evidence_for(fingerprint: str) -> PositionEvidence | None:
-    """What is known of the weights with this fingerprint; the user's own comes first."""
-    return find(PositionEvidence, fingerprint, own_folder(FOLDER), Path(__file__).parent)
+def evidence_for(fingerprint: str | None, *folders: Path) -> PositionEvidence | None:
+    """What is known of the weights with this fingerprint; None, also where there is none.
+
+    folders: where to look beside the user's own, which comes first, and what the package has.
+    """
+    if fingerprint is None:
+        return None
+    places = (own_folder(FOLDER), *folders, Path(__file__).parent)
+    return find(PositionEvidence, fingerprint, *places)
+
+
+def informed(support: PositionSupport, evidence: PositionEvidence | None) -> PositionSupport:
+    """`support`, and what was measured of its weights."""
+    if evidence is None:
+        return support
+    return replace(support, better=evidence.better, evidence=evidence.words())
