@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine_build.scoring_model import Scoring
 from tests.contracts import onnx_engine
@@ -22,6 +25,7 @@ from tests.contracts.tensorrt_draft import (
 from tests.engine_build.drafts import described, fresh_ids, small
 from trtllm_specprefill.draft.load import load_draft
 from trtllm_specprefill.draft.manifest import DraftManifest, EngineRefused
+from trtllm_specprefill.draft.memory import CudaMemory
 from trtllm_specprefill.draft.tensorrt import ENGINE, TensorRTEngine
 from trtllm_specprefill.draft.torch import TorchDraft
 from trtllm_specprefill.errors import ContextTooLong, DraftFailed, InputError
@@ -101,10 +105,84 @@ def test_the_pass_before_cannot_go_on_in_anothers_keys_and_values(trt: Any) -> N
         first.step(ids, places, one, one, nothing)
 
 
+@pytest.mark.parametrize(("scoring", "asked"), [(WINDOW, READS), (LOOK_AHEAD, DECODES)])
+def test_every_call_of_an_engine_on_another_gpu_finds_that_gpu_current_in_its_thread(
+    scoring: Scoring, asked: Settings, trt: Any
+) -> None:
+    folder = built(trt, "llama", scoring)
+    memory = HostMemory(3)
+    seen = onnx_engine.seen
+    draft = opened(folder, "llama", memory)
+    loading = len(seen.devices)
+    current: list[int] = []
+
+    def score() -> None:
+        draft.score(fresh_ids(80), asked)
+        current.append(onnx_engine.current.device)
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    thread.join()
+    scored = len(seen.devices)
+    draft.close()
+    calls = [call for call, _ in seen.devices]
+    assert {device for _, device in seen.devices} == {3}
+    assert {"new runtime", "new engine", "new context", "engine", "context"} <= {*calls[:loading]}
+    assert calls[loading:scored].count("context") >= 6  # shapes, addresses, the call itself
+    contexts = 2 if scoring.mode == "lookahead" else 1
+    assert calls.count("end of context") == calls.count("new context") == contexts
+    assert calls[scored:].count("end of engine") == 1
+    assert [*current, onnx_engine.current.device] == [0, 0]
+    assert not [taken for taken in memory.taken if taken() is not None]
+
+
+@pytest.mark.parametrize(("device", "number"), [("cuda:2", 2), ("cuda", 1)])
+def test_memory_of_a_gpu_makes_it_current_and_one_without_a_number_is_the_current_one(
+    device: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[torch.device] = []
+
+    class Guard:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            entered.append(self.device)
+
+        def __exit__(self, *_: object) -> None: ...
+
+    replaced = {
+        "is_available": lambda: True,
+        "current_device": lambda: 1,
+        "get_device_capability": lambda device: (9, 0),
+        "Stream": lambda device: SimpleNamespace(cuda_stream=7, device=device),
+        "device": Guard,
+    }
+    for name, what in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, what)
+    memory = CudaMemory(device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)  # another thread's
+    assert memory._stream.device == torch.device("cuda", number)
+    with memory.active():
+        assert entered == [torch.device("cuda", number)]
+
+
+@pytest.mark.parametrize("built_by", ["10.14.1.48", "10.14.1.48.post1", "10.14.1"])
+def test_an_engine_of_the_same_tensorrt_is_taken_however_its_version_is_written(
+    built_by: str, trt: Any
+) -> None:
+    assert trt.__version__ == "10.14.1.48"
+    folder = built(trt, "llama", WINDOW, versions={"tensorrt": built_by})
+    assert opened(folder, "llama").score(fresh_ids(60), READS).scores.any()
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
         ({"versions": {"tensorrt": "10.13.2"}}, r"versions\.tensorrt: got '10\.13\.2'.*10\.14\.1"),
+        ({"versions": {"tensorrt": "10.14.1.4"}}, r"tensorrt: got '10\.14\.1\.4'.*'10\.14\.1\.48'"),
+        ({"versions": {"tensorrt": "11.14.1.48.post1"}}, r"'11\.14\.1\.48\.post1'.*'10\.14\.1"),
+        ({"versions": {"tensorrt": "unknown"}}, r"'unknown'.*'10\.14\.1\.48'"),
         ({"versions": {}}, r"versions\.tensorrt: got None"),
         ({"files": {ENGINE: "0" * 64}}, r"files\.draft\.engine"),
         ({"sm": (80, 86)}, r"sm: got \(80, 86\).*90"),

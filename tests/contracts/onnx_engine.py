@@ -2,7 +2,7 @@
 
 It holds to what TensorRT asks of its callers: a strongly typed network, shapes inside the chosen
 profile, an address for every tensor, a workspace that is large enough, inputs and outputs that do
-not overlap. What a test wants to know or to go wrong, it finds and says in `seen`.
+not overlap; and it notes the device that each call finds. What a test wants to know or to go wrong, it finds and says in `seen`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,19 +33,31 @@ _DTYPES = {
 
 @dataclass
 class Seen:
-    """What was done; refuse_cache and fail_execution: what is to go wrong."""
+    """What was done; refuse_cache and fail_execution: what is to go wrong.
+
+    devices: of every call of a runtime, an engine or a context, their ends included, which it was
+    and the number of the GPU that was current then.
+    """
 
     addresses: list[dict[str, int]] = field(default_factory=list)
     shapes: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
     profiles: list[int] = field(default_factory=list)
     caches: list[bytes] = field(default_factory=list)
     decomposable: list[bool] = field(default_factory=list)
+    devices: list[tuple[str, int]] = field(default_factory=list)
     refuse_cache: bool = False
     fail_execution: bool = False
     stopped: bool = False
 
 
+class _Current(threading.local):
+    """Number of the GPU that is current, which each thread has its own of."""
+
+    device = 0
+
+
 seen = Seen()
+current = _Current()
 _state: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -194,6 +207,17 @@ def build(builder: Any, network: Any, config: Any) -> bytes | None:
 # --- running
 
 
+def _note(call: str, notes: list[tuple[str, int]]) -> None:
+    notes.append((call, current.device))
+
+
+def _noted(what: str, made: Any) -> Any:
+    """`made`, whose beginning is noted, and whose end will be."""
+    _note(f"new {what}", seen.devices)
+    weakref.finalize(made, _note, f"end of {what}", seen.devices)
+    return made
+
+
 class _Engine:
     def __init__(self, head: dict[str, Any], model: bytes) -> None:
         self.profiles: list[dict[str, list[list[int]]]] = head["profiles"]
@@ -216,7 +240,7 @@ class _Engine:
 
 def new_runtime(runtime: Any, logger: Any) -> None:
     assert isinstance(logger, trt().ILogger)
-    _state[runtime] = logger
+    _state[_noted("runtime", runtime)] = logger
 
 
 def deserialize(runtime: Any, serialized: Any) -> Any:
@@ -231,13 +255,14 @@ def deserialize(runtime: Any, serialized: Any) -> Any:
     if head["version"] != trt().__version__:
         logger.log(trt().ILogger.ERROR, f"an engine of version {head['version']}")
         return None
-    made = trt().ICudaEngine()
+    made = _noted("engine", trt().ICudaEngine())
     _state[made] = _Engine(head, data[8 + size :])
     _state[_state[made]] = logger
     return made
 
 
 def engine(one: Any) -> _Engine:
+    _note("engine", seen.devices)
     return _state[one]
 
 
@@ -299,10 +324,11 @@ class _Context:
 def new_context(owner: Any, strategy: Any) -> Any:
     managed = strategy == trt().ExecutionContextAllocationStrategy.USER_MANAGED
     held = engine(owner)
-    made = trt().IExecutionContext()
+    made = _noted("context", trt().IExecutionContext())
     _state[made] = _Context(held, _state[held], managed)
     return made
 
 
 def context(one: Any) -> _Context:
+    _note("context", seen.devices)
     return _state[one]

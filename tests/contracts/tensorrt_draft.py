@@ -6,6 +6,9 @@ import functools
 import importlib
 import sys
 import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +48,23 @@ class HostMemory:
 
     stream, capability = 7, SM
 
-    def __init__(self) -> None:
-        self.waits = 0
+    def __init__(self, number: int = 0) -> None:
+        self.number, self.waits = number, 0
+        self.taken: list[weakref.ref[torch.Tensor]] = []
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        before, onnx_engine.current.device = onnx_engine.current.device, self.number
+        try:
+            yield
+        finally:
+            onnx_engine.current.device = before
 
     def device(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         # As uninitialised memory may be: not a number wherever nothing was written.
-        return torch.full((elements,), -1, dtype=torch.uint8).repeat(dtype.itemsize).view(dtype)
+        made = torch.full((elements,), -1, dtype=torch.uint8).repeat(dtype.itemsize).view(dtype)
+        self.taken.append(weakref.ref(made))
+        return made
 
     host = device
 

@@ -46,7 +46,22 @@ def load_bindings(runtime: EngineRuntime) -> Any:
 
 def version_of(bindings: Any) -> tuple[int, ...]:
     """Major and minor version."""
-    return tuple(int(part) for part in re.findall(r"\d+", bindings.__version__)[:2])
+    return _numbers(bindings.__version__)[:2]
+
+
+def same_version(one: str, other: str) -> bool:
+    """Whether two versions are of one TensorRT: as many numbers as both have are the same.
+
+    NVIDIA's images say 10.14.1.48 where PyPI's wheel says 10.14.1.48.post1.
+    """
+    pairs = list(zip(_numbers(one), _numbers(other), strict=False))
+    return bool(pairs) and all(a == b for a, b in pairs)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major, minor, patch and build, as far as they are there; no suffix."""
+    found = re.match(r"\d+(\.\d+){0,3}", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 class ErrorLog:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,13 @@ class Memory(Protocol):
     """Handle of the CUDA stream."""
     capability: int
     """Of the device, 10 x major + minor."""
+
+    def active(self) -> AbstractContextManager[None]:
+        """Within it, the device is the calling thread's current one.
+
+        TensorRT asks for no device: an engine belongs to the one that is current when it is
+        loaded, and must be called where that is current, in every thread.
+        """
 
     def device(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory that the engine reads and writes: `[elements]`."""
@@ -43,11 +51,18 @@ class CudaMemory:
         """Take a stream of `device`, `cuda` or `cuda:N`; `InputError` where torch sees none."""
         if not torch.cuda.is_available():
             raise InputError("device", device, "a GPU, which torch does not see here")
-        self._device = torch.device(device)
+        named = torch.device(device)  # without a number it is the one that is current now
+        number = torch.cuda.current_device() if named.index is None else named.index
+        self._device = torch.device("cuda", number)
         self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self.stream = int(self._stream.cuda_stream)
         major, minor = torch.cuda.get_device_capability(self._device)
         self.capability = 10 * major + minor
+
+    def active(self) -> AbstractContextManager[None]:
+        """See `Memory.active`."""
+        current: AbstractContextManager[None] = torch.cuda.device(self._device)
+        return current
 
     def device(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Memory.device`."""

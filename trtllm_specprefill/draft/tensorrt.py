@@ -3,7 +3,8 @@
 Everything that a call needs lies in memory that is taken once, when the engine is loaded: pinned
 buffers for what goes in and comes out, one workspace that the profiles share, and two sets of keys
 and values. A look-ahead step reads one set and writes the other, and the next step reads that
-one, so nothing of them is copied between steps. One engine serves one call at a time.
+one, so nothing of them is copied between steps. One engine serves one call at a time, on the GPU
+that it was loaded onto, whichever thread calls.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trtllm_specprefill.draft.bindings import ErrorLog, load_bindings
+from trtllm_specprefill.draft.bindings import ErrorLog, load_bindings, same_version
 from trtllm_specprefill.draft.engine import Engine, Ids, Lengths, Pass, Scores
 from trtllm_specprefill.draft.manifest import DraftManifest, EngineRefused
 from trtllm_specprefill.draft.memory import Buffers, CudaMemory, Memory, cache_names
@@ -49,24 +50,20 @@ class TensorRTEngine(Engine):
             raise EngineRefused("runtime", "onnx", "tensorrt or tensorrt-rtx")
         runtime = manifest.runtime
         self._trt = trt = load_bindings(runtime)
-        manifest.check_field(
-            f"versions.{runtime}", trt.__version__, "the version that is installed here"
-        )
+        built = manifest.versions.get(runtime)
+        if built is None or not same_version(built, trt.__version__):
+            allowed = f"{trt.__version__!r}, the version that is installed here"
+            raise EngineRefused(f"versions.{runtime}", built, allowed)
         self._memory = memory = memory or CudaMemory(device)
         if manifest.sm and memory.capability not in manifest.sm:
             raise EngineRefused(
                 "sm", manifest.sm, f"one with {memory.capability}, that of {device}"
             )
         self._log = ErrorLog(trt)
-        self._engine = self._deserialised(Path(folder) / ENGINE, manifest)
         self.batch, self.piece = manifest.max_batch, manifest.max_tokens
-        self._check_tensors(folder, manifest)
-        profiles = range(self._engine.num_optimization_profiles)
-        sizes = [self._engine.get_device_memory_size_for_profile_v2(i) for i in profiles]
-        self._workspace = memory.device(max(*sizes, 1), torch.uint8)
-        self._contexts = [self._context(profile) for profile in profiles]
-        self._buffers = Buffers(memory, manifest)
         self._pass: _TensorRTPass | None = None
+        with memory.active():
+            self._load(folder, manifest)
 
     def read(self, input_ids: Ids, position_ids: Ids, lengths: Lengths, voters: Lengths) -> Scores:
         """See `Engine.read`."""
@@ -81,7 +78,8 @@ class TensorRTEngine(Engine):
 
     def begin(self, batch: int, capacity: int) -> Pass:
         """See `Engine.begin`. Ends the pass before it: they would share keys and values."""
-        self._pass = _TensorRTPass(self, self._buffers, self._memory, batch, capacity)
+        with self._memory.active():
+            self._pass = _TensorRTPass(self, self._buffers, self._memory, batch, capacity)
         return self._pass
 
     def is_current(self, one: _TensorRTPass) -> bool:
@@ -101,6 +99,34 @@ class TensorRTEngine(Engine):
         results: shapes of what comes out; in their order, copies of it. Raises `DraftFailed`
         with TensorRT's words when it does not run.
         """
+        with self._memory.active():
+            return self._run(profile, arrays, bound, results)
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        with self._memory.active():
+            self._contexts.clear()
+            self._pass = None  # it holds the buffers too
+            del self._engine, self._buffers, self._workspace
+
+    def _load(self, folder: str | Path, manifest: DraftManifest) -> None:
+        """Take the engine and all memory that its calls need."""
+        memory = self._memory
+        self._engine = self._deserialised(Path(folder) / ENGINE, manifest)
+        self._check_tensors(folder, manifest)
+        profiles = range(self._engine.num_optimization_profiles)
+        sizes = [self._engine.get_device_memory_size_for_profile_v2(i) for i in profiles]
+        self._workspace = memory.device(max(*sizes, 1), torch.uint8)
+        self._contexts = [self._context(profile) for profile in profiles]
+        self._buffers = Buffers(memory, manifest)
+
+    def _run(
+        self,
+        profile: int,
+        arrays: Mapping[str, NDArray[Any]],
+        bound: Mapping[str, tuple[int, tuple[int, ...]]],
+        results: Mapping[str, tuple[int, ...]],
+    ) -> list[NDArray[Any]]:
         context = self._contexts[profile]
         for name, array in arrays.items():
             self._bind(context, name, self._buffers.put(name, array), array.shape)
@@ -115,11 +141,6 @@ class TensorRTEngine(Engine):
         found = [self._buffers.fetch(name, shape) for name, shape in results.items()]
         self._memory.wait()
         return [array.copy() for array in found]
-
-    def close(self) -> None:
-        """See `Engine.close`."""
-        self._contexts.clear()
-        del self._engine, self._buffers, self._workspace
 
     def _bind(self, context: Any, name: str, address: int, shape: Sequence[int] | None) -> None:
         """Where a tensor lies and, of an input, its shape."""
