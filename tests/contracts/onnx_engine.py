@@ -35,8 +35,8 @@ _DTYPES = {
 class Seen:
     """What was done; refuse_cache and fail_execution: what is to go wrong.
 
-    devices: of every call of a runtime, an engine or a context, their ends included, which it was
-    and the number of the GPU that was current then.
+    devices: of every call of a runtime, an engine, a context (their ends included) or the memory,
+    which it was and the number of the GPU that was current then.
     """
 
     addresses: list[dict[str, int]] = field(default_factory=list)
@@ -207,14 +207,15 @@ def build(builder: Any, network: Any, config: Any) -> bytes | None:
 # --- running
 
 
-def _note(call: str, notes: list[tuple[str, int]]) -> None:
-    notes.append((call, current.device))
+def note(call: str, here: Seen | None = None) -> None:
+    """Note the GPU that a call finds. here: in the notes of another test than the running one."""
+    (here or seen).devices.append((call, current.device))
 
 
 def _noted(what: str, made: Any) -> Any:
     """`made`, whose beginning is noted, and whose end will be."""
-    _note(f"new {what}", seen.devices)
-    weakref.finalize(made, _note, f"end of {what}", seen.devices)
+    note(f"new {what}")
+    weakref.finalize(made, note, f"end of {what}", seen)
     return made
 
 
@@ -262,7 +263,7 @@ def deserialize(runtime: Any, serialized: Any) -> Any:
 
 
 def engine(one: Any) -> _Engine:
-    _note("engine", seen.devices)
+    note("engine")
     return _state[one]
 
 
@@ -330,5 +331,5 @@ def new_context(owner: Any, strategy: Any) -> Any:
 
 
 def context(one: Any) -> _Context:
-    _note("context", seen.devices)
+    note("context")
     return _state[one]

@@ -61,6 +61,7 @@ class HostMemory:
             onnx_engine.current.device = before
 
     def device(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        onnx_engine.note("memory")
         # As uninitialised memory may be: not a number wherever nothing was written.
         made = torch.full((elements,), -1, dtype=torch.uint8).repeat(dtype.itemsize).view(dtype)
         self.taken.append(weakref.ref(made))
@@ -69,12 +70,15 @@ class HostMemory:
     host = device
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        onnx_engine.note("memory")
         to.copy_(source)
 
     def zero(self, tensor: torch.Tensor) -> None:
+        onnx_engine.note("memory")
         tensor.zero_()
 
     def wait(self) -> None:
+        onnx_engine.note("memory")
         self.waits += 1
 
 
