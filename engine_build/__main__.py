@@ -139,9 +139,14 @@ def draft(
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(help="Longest sequence; 8192, or the model's positions where they are fewer."),
+        typer.Option(
+            help="Longest sequence; 1024, with lookahead 8192, or the model's positions where"
+            " they are fewer."
+        ),
     ] = None,
-    max_batch: Annotated[int, typer.Option(help="Most sequences at a time.")] = 4,
+    max_batch: Annotated[
+        int | None, typer.Option(help="Most sequences at a time; 4, with lookahead 1.")
+    ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="UTF-8 text for FP8; the Debian handbook when absent.")
     ] = None,

@@ -31,7 +31,12 @@ from trtllm_specprefill.models import (
 from trtllm_specprefill.settings import VOTES, Settings
 
 Heads = tuple[tuple[int, ...], ...]
-MOST_TOKENS = 8192  # unless asked for, or the model's positions end before
+# Longest sequence, unless asked for or the model's positions end before: of a window draft room for
+# a usual window of 580 tokens, since TensorRT takes memory for the longest; of look-ahead a prompt.
+MOST_TOKENS: dict[Mode, int] = {"window": 1024, "lookahead": 8192}
+# Sequences at a time, unless asked for: a prompt's windows are read together, with look-ahead it is
+# one sequence, and keys and values are held for as many as may be.
+MOST_BATCH: dict[Mode, int] = {"window": 4, "lookahead": 1}
 SHORTEST = 16  # of the longest prompt
 LOOK_AHEAD_SHAPE = 2048  # usual length that the engine is tuned for
 # What TensorRT for RTX builds for, unless told: every capability that has the types.
@@ -50,7 +55,8 @@ class DraftBuild:
     model: as for `load_model`. out: the folder of the engine. layers: how many of the first are
     run; None takes what the library's torch draft runs. heads: a JSON file, per layer the query
     heads that score; None takes, in window mode, those that the library found for the model.
-    max_tokens: longest sequence, look-ahead included. calibration: a text file for FP8; the
+    max_tokens: longest sequence, look-ahead included, and max_batch: most of them at a time; None
+    takes those of the mode, `MOST_TOKENS` and `MOST_BATCH`. calibration: a text file for FP8; the
     Debian handbook when None. sm: compute capabilities, 10 x major + minor.
     """
 
@@ -63,7 +69,7 @@ class DraftBuild:
     layers: int | None = None
     heads: Path | None = None
     max_tokens: int | None = None
-    max_batch: int = 4
+    max_batch: int | None = None
     calibration: Path | None = None
     sm: tuple[int, ...] = ()
 
@@ -96,8 +102,8 @@ class Choices:
         oldest = OLDEST_CAPABILITY[build.precision]
         if too_old := [number for number in build.sm if number < oldest]:
             raise InputError("sm", too_old[0], f"{oldest} or later for {build.precision}")
-        if build.max_batch < 1:
-            raise InputError("max_batch", build.max_batch, "a whole number >= 1")
+        if self.max_batch < 1:
+            raise InputError("max_batch", self.max_batch, "a whole number >= 1")
         if not SHORTEST <= self.max_tokens <= self.positions:
             allowed = f"{SHORTEST} to {self.positions}, the positions of {build.model}"
             raise InputError("max_tokens", self.max_tokens, allowed)
@@ -143,7 +149,13 @@ class Choices:
     def max_tokens(self) -> int:
         """Longest sequence."""
         asked = self._build.max_tokens
-        return min(MOST_TOKENS, self.positions) if asked is None else asked
+        return min(MOST_TOKENS[self._build.mode], self.positions) if asked is None else asked
+
+    @property
+    def max_batch(self) -> int:
+        """Most sequences at a time."""
+        asked = self._build.max_batch
+        return MOST_BATCH[self._build.mode] if asked is None else asked
 
     @cached_property
     def layers(self) -> int:
@@ -198,15 +210,18 @@ class Choices:
         return () if here is None else (here,)
 
     def profiles(self) -> list[Profile]:
-        """Sizes of a prefill and, with look-ahead, of a step."""
-        defaults, most = Settings(), self.max_tokens
-        batch = (1, 1, self._build.max_batch)
+        """Sizes of a prefill and, with look-ahead, of a step.
+
+        Tuned for what is fed: of a long prompt as many windows as a call takes, with look-ahead
+        one prompt.
+        """
+        defaults, most, sequences = Settings(), self.max_tokens, self.max_batch
         if self._build.mode == "window":
             usual = defaults.draft_head + defaults.draft_window + defaults.draft_tail
             tokens = (1, min(usual, most), most)
-            return [Profile("prefill", {"batch": batch, "tokens": tokens})]
+            return [Profile("prefill", {"batch": (1, sequences, sequences), "tokens": tokens})]
         capacity = (1, min(LOOK_AHEAD_SHAPE, most), most)
-        spans = {"batch": batch, "capacity": capacity}
+        spans = {"batch": (1, 1, sequences), "capacity": capacity}
         return [
             Profile("prefill", {**spans, "tokens": capacity}),
             Profile("step", {**spans, "tokens": (1, 1, 1)}),

@@ -210,7 +210,7 @@ class _Work:
             queries=scoring.queries,
             votes=scoring.votes,
             max_tokens=choices.max_tokens,
-            max_batch=build.max_batch,
+            max_batch=choices.max_batch,
             sm=choices.sm,
             calibration=calibrated,
             kernels=_code(plugins.importance) if build.scorer == "plugin" else None,

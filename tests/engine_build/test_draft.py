@@ -10,7 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import onnx
@@ -30,6 +30,8 @@ from tests.engine_build.drafts import files_of_at_most
 from tests.plugins.layers import ROOT
 from tests.test_judges import random_model
 from trtllm_specprefill import SpecPrefill
+from trtllm_specprefill.draft.engine import Engine
+from trtllm_specprefill.draft.engine import read as engine_read
 from trtllm_specprefill.draft.graph import GraphDraft
 from trtllm_specprefill.draft.load import load_draft
 from trtllm_specprefill.draft.manifest import GRAPH, MANIFEST, DraftManifest
@@ -169,6 +171,42 @@ def test_layers_and_heads_are_the_librarys_own_unless_told(smollm2: Model, tmp_p
     assert (found.layers, found.heads, found.queries, found.votes) == (30, None, 9, "mean")
 
 
+def test_a_window_draft_is_tuned_for_what_it_is_fed_and_takes_little_more(model: str) -> None:
+    read: list[tuple[int, ...]] = []
+
+    class Reads(Engine):
+        batch = choices.MOST_BATCH["window"]
+
+        def read(self, input_ids: Any, *_: Any) -> Any:
+            read.append(input_ids.shape)
+            return np.zeros(input_ids.shape, dtype=np.float32)
+
+        def begin(self, batch: int, capacity: int) -> NoReturn:
+            raise AssertionError
+
+    made = choices.Choices(DraftBuild(model, Path(), layers=2), lambda line: None)
+    (prefill,) = made.profiles()
+    _, batch, most_batch = prefill.spans["batch"]
+    _, tokens, most = prefill.spans["tokens"]
+    windows = TorchDraft(load_model(model, "float32", "cpu")).windows(50_000, Settings(), None)
+    engine_read(Reads(), [*windows.tokens], [1] * len(windows.tokens))
+    assert read[0] == (batch, tokens)
+    assert read.count(read[0]) >= len(read) - 1
+    assert (most_batch, made.max_batch) == (batch, batch)
+    assert tokens < most == made.max_tokens < 2 * tokens
+    asked = DraftBuild(model, Path(), layers=2, max_tokens=2048, max_batch=3)
+    (prefill,) = choices.Choices(asked, lambda line: None).profiles()
+    assert prefill.spans == {"batch": (1, 3, 3), "tokens": (1, tokens, 2048)}
+
+
+def test_a_look_ahead_draft_takes_keys_and_values_of_one_prompt_unless_told(model: str) -> None:
+    build = DraftBuild(model, Path(), mode="lookahead")
+    prefill, step = choices.Choices(build, lambda line: None).profiles()
+    assert prefill.spans["batch"] == step.spans["batch"] == (1, 1, 1)
+    told = choices.Choices(replace(build, max_batch=4), lambda line: None)
+    assert [profile.spans["batch"] for profile in told.profiles()] == [(1, 1, 4)] * 2
+
+
 def test_an_engine_of_tensorrt_is_built_and_scores(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +222,7 @@ def test_an_engine_of_tensorrt_is_built_and_scores(
     )
     manifest = build_draft(build, lambda line: None).manifest
     assert manifest.versions["tensorrt"] == trt.__version__
+    assert (manifest.max_tokens, manifest.max_batch) == (300, 1)
     assert set(manifest.files) == {ENGINE}
     assert (build.out / "timing.cache").is_file()
     engine = TensorRTEngine(build.out, manifest, memory=HostMemory())
