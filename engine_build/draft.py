@@ -45,9 +45,10 @@ from trtllm_specprefill.draft.manifest import (
     tokenizer_hash,
 )
 from trtllm_specprefill.draft.tensorrt import ENGINE
-from trtllm_specprefill.errors import given_as
+from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.evaluation.haystack import haystack
-from trtllm_specprefill.fetch import Progress
+from trtllm_specprefill.fetch import FetchFailed, Progress
+from trtllm_specprefill.prompt import read_text
 
 CALIBRATION, PROBE = "calibration.json", "probe.json"
 TIMING_CACHE = "timing.cache"
@@ -95,8 +96,7 @@ class _Work:
         model = {"model": choices.fingerprint, "scoring": asdict(choices.scoring)}
         calibrated = None
         if build.precision == "fp8":
-            with given_as(document="calibration"):
-                text = haystack(build.calibration, self._progress)
+            text = self._text()
             calibrated = text_digest(text)
             prompts = [SEQUENCES, LENGTH, _versions("nvidia-modelopt", "torch", "transformers")]
             inputs = {**model, "text": calibrated, "prompts": prompts, "code": _code(engine_build)}
@@ -130,6 +130,16 @@ class _Work:
             {stage: product.made for stage, product in products.items()},
             {name: (build.out / name).stat().st_size for name in served},
         )
+
+    def _text(self) -> str:
+        """What FP8 is calibrated on; `InputError` where it cannot be had."""
+        if self._build.calibration is not None:
+            return read_text("calibration", self._build.calibration)
+        try:
+            return haystack(progress=self._progress)
+        except FetchFailed as error:
+            allowed = f"--calibration FILE, a UTF-8 text, since the Debian handbook is not here: {error}"
+            raise InputError("calibration", None, allowed) from error
 
     def _calibrate(self, folder: Path, text: str) -> None:
         choices = self._choices

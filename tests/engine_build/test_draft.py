@@ -417,6 +417,26 @@ def test_options_that_cannot_be_are_refused_before_anything_is_built(
     assert not build.out.exists()
 
 
+@pytest.mark.parametrize(
+    ("apt", "said"),
+    [("", "apt-get is not here"), ("echo 'E: Unable to locate package' >&2; exit 100", "E: Unable")],
+)
+def test_without_the_handbook_the_way_out_is_named_and_nothing_is_left(
+    apt: str, said: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("apt-get", "dpkg-deb") if apt else ():
+        (programs / name).write_text(f"#!/bin/sh\n{apt}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
+    monkeypatch.setenv("SPECPREFILL_CACHE", str(tmp_path / "cache"))
+    build = DraftBuild(model, tmp_path / "engine", layers=2)
+    with pytest.raises(InputError, match=f"calibration: got None.*--calibration FILE.*{said}"):
+        quietly(build)
+    assert not build.out.exists()
+
+
 def test_tensorrt_builds_for_the_gpu_that_is_here_and_no_other(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
