@@ -138,7 +138,9 @@ class _Work:
         try:
             return haystack(progress=self._progress)
         except FetchFailed as error:
-            allowed = f"--calibration FILE, a UTF-8 text, since the Debian handbook is not here: {error}"
+            allowed = (
+                f"--calibration FILE, a UTF-8 text, since the Debian handbook is not here: {error}"
+            )
             raise InputError("calibration", None, allowed) from error
 
     def _calibrate(self, folder: Path, text: str) -> None:

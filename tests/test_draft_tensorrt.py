@@ -23,6 +23,7 @@ from tests.contracts.tensorrt_draft import (
     opened,
 )
 from tests.engine_build.drafts import described, fresh_ids, small
+from trtllm_specprefill.draft.footprint import footprint_of
 from trtllm_specprefill.draft.load import load_draft
 from trtllm_specprefill.draft.manifest import DraftManifest, EngineRefused
 from trtllm_specprefill.draft.memory import CudaMemory
@@ -133,7 +134,25 @@ def test_every_call_of_an_engine_on_another_gpu_finds_that_gpu_current_in_its_th
     assert calls.count("end of context") == calls.count("new context") == contexts
     assert calls[scored:].count("end of engine") == 1
     assert [*current, onnx_engine.current.device] == [0, 0]
-    assert not [taken for taken in memory.taken if taken() is not None]
+    assert not [taken for taken in (*memory.taken, *memory.pinned) if taken() is not None]
+
+
+@pytest.mark.parametrize("scoring", [WINDOW, LOOK_AHEAD])
+def test_a_footprint_is_what_is_taken_and_room_for_the_workspace(
+    scoring: Scoring, trt: Any
+) -> None:
+    folder = built(trt, "llama", scoring)
+    manifest, memory = DraftManifest.read(folder), HostMemory()
+    draft = opened(folder, "llama", memory)
+    found = footprint_of(folder, manifest, small("llama").config)
+    tensors = [made for ref in memory.taken if (made := ref()) is not None]
+    workspace, *taken = (tensor.numel() * tensor.element_size() for tensor in tensors)
+    count = len(memory.pinned)  # what goes in and out is on both sides, keys and values are not
+    assert found.weights == (folder / ENGINE).stat().st_size
+    assert found.kv == sum(taken[count:])
+    assert (found.kv > 0) == (scoring.mode == "lookahead")
+    assert found.work - sum(taken[:count]) > workspace
+    draft.close()
 
 
 @pytest.mark.parametrize(("device", "number"), [("cuda:2", 2), ("cuda", 1)])

@@ -204,24 +204,49 @@ def _decode_s(target: Served, gpu: Gpu, workload: Workload, kv_tokens: int, batc
 
 
 @dataclass(frozen=True)
+class Guest:
+    """What a draft takes of the GPU that it is on, in bytes.
+
+    weights: with an engine's programs. kv: its keys and values. work: of an engine, which takes
+    it for as long as it is loaded: buffers, and an estimate of the workspace. The activations of a
+    draft under torch are in what `MEMORY_SHARE` leaves.
+    """
+
+    weights: float
+    kv: float
+    work: float = 0.0
+
+    @classmethod
+    def of(cls, served: Served, tokens: int) -> Guest:
+        """A draft under torch that reads prompts of up to `tokens` tokens, one at a time."""
+        return cls(served.weights, served.kv_per_token * tokens)
+
+    @property
+    def bytes(self) -> float:
+        """All of it."""
+        return self.weights + self.kv + self.work
+
+
+NOBODY = Guest(0.0, 0.0)
+
+
+@dataclass(frozen=True)
 class Memory:
     """What one of the target's GPUs holds, in bytes; what is left is for the target's KV cache.
 
-    usable: `MEMORY_SHARE` of the GPU. target: its part of the weights. draft, draft_kv: the
-    draft's weights, and its KV of the longest prompt; 0 where it is elsewhere. kv_per_token: the
-    GPU's part of the KV of one token.
+    usable: `MEMORY_SHARE` of the GPU. target: its part of the weights. draft: what the draft takes
+    here. kv_per_token: the GPU's part of the KV of one token.
     """
 
     usable: float
     target: float
-    draft: float
-    draft_kv: float
+    draft: Guest
     kv_per_token: float
 
     @property
     def kv(self) -> float:
         """Bytes of the target's KV cache; negative when what comes before it does not fit."""
-        return self.usable - self.target - self.draft - self.draft_kv
+        return self.usable - self.target - self.draft.bytes
 
     @property
     def kv_tokens(self) -> int:
@@ -229,19 +254,16 @@ class Memory:
         return max(int(self.kv / self.kv_per_token) // 64 * 64, 0)
 
 
-def memory_of(
-    gpu_memory: float, target: Served, guest: Served | None = None, guest_tokens: int = 0
-) -> Memory:
+def memory_of(gpu_memory: float, target: Served, draft: Guest = NOBODY) -> Memory:
     """Memory of one of the GPUs that share `target` evenly.
 
-    guest: the draft, where this GPU has it too, reading prompts of up to `guest_tokens` tokens.
-    A GPU has one KV head at least: with fewer heads than GPUs each is held by several.
+    draft: what it takes, where it is on this GPU too. A GPU has one KV head at least: with fewer
+    heads than GPUs each is held by several.
     """
     heads = int(getattr(target.config, "num_key_value_heads", None) or target.gpus)
     return Memory(
         usable=gpu_memory * MEMORY_SHARE,
         target=target.weights / target.gpus,
-        draft=guest.weights if guest else 0.0,
-        draft_kv=guest.kv_per_token * guest_tokens if guest else 0.0,
+        draft=draft,
         kv_per_token=target.kv_per_token / min(target.gpus, heads),
     )

@@ -2,7 +2,8 @@
 
 It holds to what TensorRT asks of its callers: a strongly typed network, shapes inside the chosen
 profile, an address for every tensor, a workspace that is large enough, inputs and outputs that do
-not overlap; and it notes the device that each call finds. What a test wants to know or to go wrong, it finds and says in `seen`.
+not overlap; and it notes the GPU that each call finds current. What a test wants to know or to go
+wrong, it finds and says in `seen`.
 """
 
 from __future__ import annotations

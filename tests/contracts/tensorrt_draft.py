@@ -51,6 +51,7 @@ class HostMemory:
     def __init__(self, number: int = 0) -> None:
         self.number, self.waits = number, 0
         self.taken: list[weakref.ref[torch.Tensor]] = []
+        self.pinned: list[weakref.ref[torch.Tensor]] = []
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -61,13 +62,19 @@ class HostMemory:
             onnx_engine.current.device = before
 
     def device(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._made(elements, dtype, self.taken)
+
+    def host(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._made(elements, dtype, self.pinned)
+
+    def _made(
+        self, elements: int, dtype: torch.dtype, noted: list[weakref.ref[torch.Tensor]]
+    ) -> torch.Tensor:
         onnx_engine.note("memory")
         # As uninitialised memory may be: not a number wherever nothing was written.
         made = torch.full((elements,), -1, dtype=torch.uint8).repeat(dtype.itemsize).view(dtype)
-        self.taken.append(weakref.ref(made))
+        noted.append(weakref.ref(made))
         return made
-
-    host = device
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         onnx_engine.note("memory")

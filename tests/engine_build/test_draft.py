@@ -419,7 +419,10 @@ def test_options_that_cannot_be_are_refused_before_anything_is_built(
 
 @pytest.mark.parametrize(
     ("apt", "said"),
-    [("", "apt-get is not here"), ("echo 'E: Unable to locate package' >&2; exit 100", "E: Unable")],
+    [
+        ("", "apt-get is not here"),
+        ("echo 'E: Unable to locate package' >&2; exit 100", "E: Unable"),
+    ],
 )
 def test_without_the_handbook_the_way_out_is_named_and_nothing_is_left(
     apt: str, said: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

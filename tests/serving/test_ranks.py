@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,8 +20,10 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.target.conftest import manifest_of
+from trtllm_specprefill.capacity import NOBODY, Guest, Memory
 from trtllm_specprefill.cli import app
 from trtllm_specprefill.draft.manifest import DraftManifest
+from trtllm_specprefill.draft.tensorrt import ENGINE
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.serving.control import listen
 from trtllm_specprefill.serving.launch import Launch, Server, with_free_ports
@@ -243,20 +245,108 @@ def test_a_draft_on_rank_0_takes_its_memory_from_every_ranks_cache(
     assert alone.kv_tokens % 64 == 0
 
 
-def test_a_draft_that_is_built_ahead_takes_what_it_was_built_to(
-    settings: Callable[..., ServeSettings], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def engine(tmp_path: Path) -> Callable[..., Path]:
+    """The folder of a draft of Llama-3.1-8B in FP8, of so many bytes, with the given manifest."""
+
+    def made(size: int, mode: str, **fields: Any) -> Path:
+        folder = tmp_path / f"{mode}-engine"
+        folder.mkdir()
+        with (folder / ENGINE).open("wb") as file:
+            file.truncate(size)
+        cache = {"layers": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+        given = {
+            **dict.fromkeys(("model", "model_hash", "tokenizer_hash"), "of-llama"),
+            **{"versions": {}, "runtime": "tensorrt", "precision": "fp8", "scorer": "native"},
+            **{"mode": mode, "layers": 32, "pool": 13, "queries": 9, "votes": "mean"},
+            "cache": cache if mode == "lookahead" else None,
+            "files": {ENGINE: "digest"},
+            "probe": {"ids": (1,), "importance": (1.0,), "tolerance": 0.25},
+        }
+        DraftManifest(**{**given, **fields}).write(folder)
+        return folder
+
+    return made
+
+
+def on_a_gpu(served: ServeSettings, **draft: Any) -> Memory:
+    """The first GPU of 8, which has the draft."""
+    own = served.draft.model_copy(update={"backend": "tensorrt", **draft})
+    budget = budget_of(served.model_copy(update={"draft": own}), World(8), H200)
+    assert budget is not None
+    assert budget.kv_tokens == budget.gpus[0].kv_tokens
+    return budget.gpus[0]
+
+
+def test_an_engine_with_look_ahead_takes_its_file_and_two_sets_of_its_own_keys_and_values(
+    settings: Callable[..., ServeSettings], engine: Callable[..., Path]
 ) -> None:
-    def draft_bytes(backend: str) -> float:
-        served = settings("llama-3.1-70b", 8)
-        draft = served.draft.model_copy(update={"backend": backend, "path": "draft-engine"})
+    size, tokens, batch = 9_700_000_000, 20_480, 3
+    folder = engine(size, "lookahead", max_tokens=tokens, max_batch=batch)
+    found = on_a_gpu(settings("llama-3.1-70b", 8), path=str(folder))
+    assert found.draft.weights == size  # more than a byte a weight: embedding and head are bf16
+    assert found.draft.kv == 2 * (2 * 32 * 8 * 128 * 2) * tokens * batch
+    assert found.draft.work > batch * tokens * 2 * 3 * 14_336  # three rows of the MLP
+    taken = found.target + found.draft.weights + found.draft.kv + found.draft.work + found.kv
+    assert taken == pytest.approx(0.9 * H200)
+
+
+def test_an_engine_of_windows_takes_no_keys_and_values_and_room_for_its_longest(
+    settings: Callable[..., ServeSettings], engine: Callable[..., Path]
+) -> None:
+    def taken(tokens: int) -> Guest:
+        folder = engine(7_000_000_000, "window", max_tokens=tokens, max_batch=4)
+        found = on_a_gpu(settings("llama-3.1-70b", 8), path=str(folder)).draft
+        shutil.rmtree(folder)
+        return found
+
+    usual, longest = taken(1024), taken(8192)
+    assert usual.kv == longest.kv == 0
+    assert 4 * 1024 * 2 * 3 * 14_336 < usual.work < longest.work / 8
+    squares = 4 * 2 * (8192**2 - 8 * 1024**2)  # of the mask
+    assert longest.work - 8 * usual.work == pytest.approx(squares, rel=1e-4)
+
+
+def test_what_stands_in_the_place_of_an_engine_that_is_not_there_is_what_takes_memory(
+    settings: Callable[..., ServeSettings], engine: Callable[..., Path]
+) -> None:
+    served = settings("llama-3.1-70b", 8)
+    torch_draft = on_a_gpu(served, backend="torch").draft
+    assert torch_draft.weights == pytest.approx(2 * 8.03e9, rel=2e-3)
+    folder = engine(7_000_000_000, "window", max_tokens=1024, max_batch=4)
+    (folder / ENGINE).unlink()
+    for path in (folder, folder / "nowhere"):
+        assert on_a_gpu(served, path=str(path), fallback="torch").draft == torch_draft
+        assert on_a_gpu(served, path=str(path), fallback="dense").draft == NOBODY
+        with pytest.raises(InputError, match=r"engine: '.*window-engine"):
+            on_a_gpu(served, path=str(path), fallback="none")
+
+
+def test_a_draft_under_onnxruntime_takes_a_gpus_memory_where_it_is_put_on_one(
+    settings: Callable[..., ServeSettings], engine: Callable[..., Path]
+) -> None:
+    folder = engine(7_000_000_000, "window", max_tokens=1024, max_batch=4, runtime="onnx")
+    onnx = {"backend": "onnx", "path": str(folder)}
+    for device in ("cpu", "auto"):
+        assert on_a_gpu(settings("llama-3.1-70b", 8, draft=device), **onnx).draft == NOBODY
+    found = on_a_gpu(settings("llama-3.1-70b", 8, draft="cuda:0"), **onnx).draft
+    assert found.weights == 7_000_000_000
+
+
+def test_the_parts_of_an_engine_are_told_and_what_is_an_estimate(
+    settings: Callable[..., ServeSettings], engine: Callable[..., Path]
+) -> None:
+    served = settings("llama-3.1-70b", 8)
+    folder = engine(7_000_000_000, "window", max_tokens=1024, max_batch=4)
+    for device, where in (("cuda:0", "target"), ("cuda:8", "of which")):
+        draft = served.draft.model_copy(
+            update={"backend": "tensorrt", "path": str(folder), "device": device}
+        )
         budget = budget_of(served.model_copy(update={"draft": draft}), World(8), H200)
         assert budget is not None
-        return budget.gpus[0].draft
-
-    built = SimpleNamespace(precision="fp8")
-    monkeypatch.setattr(DraftManifest, "read", lambda folder: built)
-    assert draft_bytes("tensorrt") == draft_bytes("torch") / 2 > 0
-    assert draft_bytes("onnx") == 0  # on the CPU
+        said = "\n".join(budget.lines())
+        assert re.search(rf"{where}.*7\.0 GB draft \+ about 0\.5 GB its workspace", said)
+        assert "its KV" not in said
 
 
 def test_a_head_that_several_gpus_hold_takes_memory_on_each(

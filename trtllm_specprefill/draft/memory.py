@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trtllm_specprefill.draft.manifest import DraftManifest
+from trtllm_specprefill.draft.manifest import CacheGeometry, DraftManifest
 from trtllm_specprefill.errors import InputError
+
+CACHE_SETS = 2  # of keys and values: a step reads one and writes the other
 
 
 class Memory(Protocol):
@@ -92,30 +94,21 @@ class Buffers:
 
     def __init__(self, memory: Memory, manifest: DraftManifest) -> None:
         self._memory, self._cache = memory, manifest.cache
-        batch, tokens = manifest.max_batch, manifest.max_tokens
-        sizes = {
-            "input_ids": (batch * tokens, torch.int64),
-            "position_ids": (batch * tokens, torch.int64),
-            "lengths": (batch, torch.int32),
-            "voters": (batch, torch.int32),
-            "prompt_lengths": (batch, torch.int32),
-            "past_lengths": (batch, torch.int32),
-            "importance": (batch * tokens, torch.float32),
-            "next_token": (batch, torch.int64),
-        }
+        sizes = _tensors(manifest)
         self._device = {name: memory.device(n, dtype) for name, (n, dtype) in sizes.items()}
         self._host = {name: memory.host(n, dtype) for name, (n, dtype) in sizes.items()}
         self.caches: list[dict[str, torch.Tensor]] = []
         if self._cache is not None:
-            dtype = getattr(torch, self._cache.dtype)
-            largest = int(np.prod(self.cache_shape(batch, tokens)))
+            largest, dtype = _largest(manifest, self._cache)
             names = cache_names(self._cache.layers)
-            self.caches = [{n: memory.device(largest, dtype) for n in names} for _ in range(2)]
+            self.caches = [
+                {name: memory.device(largest, dtype) for name in names} for _ in range(CACHE_SETS)
+            ]
 
     def cache_shape(self, batch: int, capacity: int) -> tuple[int, int, int, int]:
         """Of one layer's keys or values."""
         assert self._cache is not None
-        return batch, self._cache.kv_heads, capacity, self._cache.head_dim
+        return _shape(self._cache, batch, capacity)
 
     def put(self, name: str, array: NDArray[Any]) -> int:
         """Bring an input to the device; its address there."""
@@ -140,3 +133,42 @@ class Buffers:
 def cache_names(layers: int) -> list[str]:
     """Names of keys and values, without `past_` or `present_`, in the graph's order."""
     return [f"{kind}.{i}" for i in range(layers) for kind in ("keys", "values")]
+
+
+def tensor_bytes(manifest: DraftManifest) -> int:
+    """Of the device memory that `Buffers` takes beside keys and values."""
+    return sum(elements * dtype.itemsize for elements, dtype in _tensors(manifest).values())
+
+
+def cache_bytes(manifest: DraftManifest) -> int:
+    """Of the keys and values that `Buffers` takes; none in window mode."""
+    if manifest.cache is None:
+        return 0
+    elements, dtype = _largest(manifest, manifest.cache)
+    return CACHE_SETS * len(cache_names(manifest.cache.layers)) * elements * dtype.itemsize
+
+
+def _tensors(manifest: DraftManifest) -> dict[str, tuple[int, torch.dtype]]:
+    """Elements and type of everything that goes in or comes out, but keys and values."""
+    batch, tokens = manifest.max_batch, manifest.max_tokens
+    return {
+        "input_ids": (batch * tokens, torch.int64),
+        "position_ids": (batch * tokens, torch.int64),
+        "lengths": (batch, torch.int32),
+        "voters": (batch, torch.int32),
+        "prompt_lengths": (batch, torch.int32),
+        "past_lengths": (batch, torch.int32),
+        "importance": (batch * tokens, torch.float32),
+        "next_token": (batch, torch.int64),
+    }
+
+
+def _shape(cache: CacheGeometry, batch: int, capacity: int) -> tuple[int, int, int, int]:
+    return batch, cache.kv_heads, capacity, cache.head_dim
+
+
+def _largest(manifest: DraftManifest, cache: CacheGeometry) -> tuple[int, torch.dtype]:
+    """Elements and type of one layer's keys or values of the largest batch."""
+    shape = _shape(cache, manifest.max_batch, manifest.max_tokens)
+    dtype: torch.dtype = getattr(torch, cache.dtype)
+    return int(np.prod(shape)), dtype

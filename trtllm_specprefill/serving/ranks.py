@@ -20,11 +20,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
-from trtllm_specprefill.capacity import GPUS, Memory, Precision, Served, memory_of
+from trtllm_specprefill.capacity import GPUS, NOBODY, Guest, Memory, Served, memory_of
+from trtllm_specprefill.draft.footprint import footprint_of
 from trtllm_specprefill.draft.manifest import DraftManifest
 from trtllm_specprefill.errors import InputError
 from trtllm_specprefill.models import load_config
@@ -214,7 +215,7 @@ class Budget:
         for gpu, alike in groupby(enumerate(self.gpus), key=lambda pair: pair[1]):
             numbers = [number for number, _ in alike]
             which = f"GPU {numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else "")
-            guest = f" + {_gb(gpu.draft)} draft + {_gb(gpu.draft_kv)} its KV" if gpu.draft else ""
+            guest = "" if gpu.draft == NOBODY else f" + {_parts(gpu.draft)}"
             said.append(
                 f"{which}: {_gb(gpu.usable)} usable = {_gb(gpu.target)} target{guest}"
                 f" + {_gb(gpu.kv)} KV cache"
@@ -222,8 +223,7 @@ class Budget:
         if self.draft is not None:
             own = self.draft
             said.append(
-                f"GPU {self.draft_gpu}: {_gb(own.usable)} usable, of which {_gb(own.draft)} draft"
-                f" + {_gb(own.draft_kv)} its KV"
+                f"GPU {self.draft_gpu}: {_gb(own.usable)} usable, of which {_parts(own.draft)}"
             )
         fit = self.kv_tokens // self.longest
         return [*said, f"KV cache: {self.kv_tokens} tokens, {fit} requests of {self.longest}"]
@@ -241,18 +241,17 @@ def budget_of(settings: ServeSettings, world: World, gpu_memory: float) -> Budge
     described = load_config(manifest.described_in(settings.target.model))
     target = Served.of(described, manifest.precision, world.size)
     config = load_config(settings.draft.model)
-    draft = Served(config, _draft_precision(settings), 1)
-    longest = min(manifest.positions, int(config.max_position_embeddings))
-    place = None if settings.draft.backend == "onnx" else draft_gpu(settings.draft.device)
+    draft = _guest(settings, config, min(manifest.positions, int(config.max_position_embeddings)))
+    place = _draft_place(settings)
     gpus = tuple(
-        memory_of(gpu_memory, target, draft if number == place else None, longest)
+        memory_of(gpu_memory, target, draft if number == place else NOBODY)
         for number in range(world.per_node)
     )
     own = None
     if place is not None and place >= world.per_node:
-        own = replace(memory_of(gpu_memory, draft, draft, longest), target=0.0)
+        own = replace(memory_of(gpu_memory, target, draft), target=0.0)
         if own.kv < 0:
-            need = _gb(own.draft + own.draft_kv)
+            need = _gb(draft.bytes)
             allowed = f"a GPU of its own with {need}; it has {_gb(own.usable)} usable"
             raise InputError("draft.device", settings.draft.device, allowed)
     budget = Budget(gpus, manifest.kv_tokens, place if own else None, own)
@@ -267,10 +266,26 @@ def budget_of(settings: ServeSettings, world: World, gpu_memory: float) -> Budge
     return budget
 
 
-def _draft_precision(settings: ServeSettings) -> Precision:
-    if settings.draft.backend == "tensorrt":
-        return DraftManifest.read(settings.draft.path).precision
-    return "fp32" if settings.draft.dtype == "float32" else "bf16"
+def _guest(settings: ServeSettings, config: Any, longest: int) -> Guest:
+    """What the draft, or what stands in the place of an engine that is not there, takes."""
+    draft = settings.draft
+    if draft.backend != "torch":
+        try:
+            return footprint_of(draft.path, DraftManifest.read(draft.path), config)
+        except InputError:
+            if draft.fallback == "none":
+                raise
+            if draft.fallback == "dense":
+                return NOBODY
+    return Guest.of(Served(config, "fp32" if draft.dtype == "float32" else "bf16", 1), longest)
+
+
+def _draft_place(settings: ServeSettings) -> int | None:
+    """The draft's GPU; onnxruntime takes one only where that is asked for."""
+    draft = settings.draft
+    if draft.backend == "onnx" and not draft.device.startswith("cuda"):
+        return None
+    return draft_gpu(draft.device)
 
 
 def draft_gpu(device: str) -> int | None:
@@ -290,6 +305,13 @@ def gpu_memory_of(name: str | None) -> float | None:
     if not torch.cuda.is_available():
         return None
     return float(torch.cuda.get_device_properties(0).total_memory)
+
+
+def _parts(draft: Guest) -> str:
+    said = [f"{_gb(draft.weights)} draft"]
+    said += [f"{_gb(draft.kv)} its KV"] if draft.kv else []
+    said += [f"about {_gb(draft.work)} its workspace"] if draft.work else []
+    return " + ".join(said)
 
 
 def _gb(size: float) -> str:
