@@ -42,6 +42,30 @@ def test_the_image_copies_what_is_there_and_all_that_engines_are_built_with() ->
     assert readme[1] in sources  # the build needs it
 
 
+def installed_extras() -> list[str]:
+    found = re.search(r"pip install .* '\.\[([\w,]+)\]'", dockerfile())
+    assert found is not None
+    return found[1].split(",")
+
+
+def test_the_image_has_onnxruntime_for_drafts_that_are_built_for_it() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert "onnx" in installed_extras()
+    assert re.search(r'^onnx = \["onnxruntime', project, re.M)
+
+
+def test_what_cannot_live_with_tensorrt_llm_is_not_in_its_image_and_said_to_go_elsewhere() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    pins = dict(re.findall(r"^(trtllm|build) = (\[.*?\n?\])", project, re.M | re.S))
+    wanted = {name: re.findall(r'nvidia-modelopt([^"]+)', pin) for name, pin in pins.items()}
+    assert wanted == {"trtllm": ["~=0.37.0"], "build": [">=0.47"]}
+    assert "build" not in installed_extras()
+    for name in ("engines.md", "deployment.md"):
+        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert "tensorrt-cu13==10.14.1.48" in text
+        assert "[build]" in text
+
+
 def test_ports_are_the_same_everywhere() -> None:
     exposed = re.search(r"^EXPOSE (.*)$", dockerfile(), re.M)
     assert exposed is not None

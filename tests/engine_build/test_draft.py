@@ -25,6 +25,7 @@ from engine_build.__main__ import app
 from engine_build.choices import DraftBuild
 from engine_build.commands import BuildFailed
 from engine_build.draft import build_draft
+from engine_build.probe import TOLERANCE
 from tests.contracts.tensorrt_draft import HostMemory, install
 from tests.engine_build.drafts import files_of_at_most
 from tests.plugins.layers import ROOT
@@ -197,6 +198,15 @@ def test_a_window_draft_is_tuned_for_what_it_is_fed_and_takes_little_more(model:
     asked = DraftBuild(model, Path(), layers=2, max_tokens=2048, max_batch=3)
     (prefill,) = choices.Choices(asked, lambda line: None).profiles()
     assert prefill.spans == {"batch": (1, 3, 3), "tokens": (1, tokens, 2048)}
+
+
+def test_limits_and_tolerances_are_those_that_the_documentation_states() -> None:
+    text = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    for option, most in (("tokens", choices.MOST_TOKENS), ("batch", choices.MOST_BATCH)):
+        stated = f"{most['window']}, with `lookahead` {most['lookahead']}"
+        assert f"| `--max-{option}` | {stated} |" in text
+    tolerances = [f"{value:g} in {precision}" for precision, value in TOLERANCE.items()]
+    assert ", ".join(tolerances) in text
 
 
 def test_a_look_ahead_draft_takes_keys_and_values_of_one_prompt_unless_told(model: str) -> None:
