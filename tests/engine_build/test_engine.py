@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 
+from engine_build import engine
 from engine_build.commands import BuildFailed
 from engine_build.engine import Profile, build_engine, check_capabilities
 from engine_build.scoring_model import Scoring
 from plugins.importance import onnx_nodes
 from tests.contracts import onnx_engine
 from tests.contracts.tensorrt_draft import PREFILL, graph_of, install
-from tests.engine_build.drafts import files_of_at_most
+from tests.engine_build.drafts import files_of_at_most, manifest_of, small
 from trtllm_specprefill.draft.bindings import load_bindings
+from trtllm_specprefill.draft.footprint import footprint_of
+from trtllm_specprefill.draft.memory import tensor_bytes
 from trtllm_specprefill.errors import InputError
 
 WINDOW = Scoring("window", 2, queries=24)
@@ -127,6 +131,43 @@ def test_attention_may_be_built_of_its_parts(trt: Any) -> None:
     build(trt, graph_of("llama", WINDOW))
     assert onnx_engine.seen.decomposable
     assert all(onnx_engine.seen.decomposable)
+
+
+@pytest.mark.parametrize("mode", ["window", pytest.param("lookahead", marks=pytest.mark.slow)])
+def test_the_workspace_that_is_counted_is_near_what_tensorrt_for_rtx_states(
+    mode: Any, rtx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, tokens = 3, 2048
+    scoring = Scoring(mode, 2, queries=24, votes="max" if mode == "window" else "mean")
+    spans = {"batch": (1, 1, batch), "tokens": (1, 64, tokens), "capacity": (1, 64, tokens)}
+    stated: list[int] = []
+
+    def listening(trt: Any) -> Any:
+        class Log(trt.ILogger):  # type: ignore[misc]
+            def __init__(self) -> None:
+                trt.ILogger.__init__(self)
+
+            def log(self, severity: Any, msg: str) -> None:
+                found = re.search(r"Total Activation Memory: (\d+) bytes", msg)
+                stated.extend([int(found[1])] if found else [])
+
+        return Log()
+
+    monkeypatch.setattr(engine, "_logger", listening)
+    graph = graph_of("llama", scoring)
+    build_engine(
+        rtx,
+        "tensorrt-rtx",
+        graph,
+        [Profile("prefill", spans)],
+        sm=(89,),
+        timing_cache=None,
+        progress=lambda line: None,
+    )
+    manifest = manifest_of(small("llama"), scoring, tokens, batch)
+    found = footprint_of(graph.parent, manifest, small("llama").config)
+    estimate = found.work - tensor_bytes(manifest)
+    assert 0.5 * estimate < max(stated) < 1.1 * estimate
 
 
 def test_capabilities_that_the_builder_does_not_have_are_refused(rtx: Any) -> None:
