@@ -318,7 +318,7 @@ def test_what_stands_in_the_place_of_an_engine_that_is_not_there_is_what_takes_m
     for path in (folder, folder / "nowhere"):
         assert on_a_gpu(served, path=str(path), fallback="torch").draft == torch_draft
         assert on_a_gpu(served, path=str(path), fallback="dense").draft == NOBODY
-        with pytest.raises(InputError, match=r"engine: '.*window-engine"):
+        with pytest.raises(InputError, match=r"engine: got '.*window-engine"):
             on_a_gpu(served, path=str(path), fallback="none")
 
 
