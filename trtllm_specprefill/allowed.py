@@ -24,7 +24,9 @@ def refusal(kind: type[BaseModel], error: ValidationError) -> InputError:
         inner = not name or cause.field.startswith(f"{name}.")
         return cause if inner else InputError(f"{name}.{cause.field}", cause.value, cause.allowed)
     value = None if first["type"] == "missing" else first["input"]
-    if first["type"] == "json_invalid":
+    if isinstance(cause, ValueError):  # a rule between fields, in its own words
+        words = str(cause)
+    elif first["type"] == "json_invalid":
         words = f"JSON ({first['ctx']['error']})"
     elif field is not None:
         words = allowed(field)
