@@ -97,8 +97,9 @@ def test_a_turn_lasts_longer_where_a_prompt_is_read_and_where_it_was_long_waited
     mine, other = Turns(tmp_path), Turns(tmp_path)
     mine.take()
     assert mine._until == now + turns.SLICE
-    mine.read()
-    assert mine._until == now + turns.READING
+    with mine.reading():
+        assert mine._until == now + turns.READING
+    assert mine._until <= now  # and no answer is decoded in what is left of it
     mine.leave()
     other.take()
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Seconds of computing before giving way: the caches that the other has filled are filled again
@@ -64,9 +66,14 @@ class Turns:
             fcntl.flock(self._turn, fcntl.LOCK_UN)
             self._taken = False
 
-    def read(self) -> None:
-        """A prompt begins to be read: this turn may last for `READING` from now."""
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A prompt is read in this context: the turn may last for `READING`, and ends with it."""
         self._until = max(self._until, time.monotonic() + READING)
+        try:
+            yield
+        finally:
+            self._until = 0.0
 
     def give_way(self) -> None:
         """Let the others compute, if they want to and this turn has lasted."""

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -47,6 +47,10 @@ class _Recent:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._ids
+
+
+def _reading(turns: Turns | None) -> AbstractContextManager[None]:
+    return nullcontext() if turns is None else turns.reading()
 
 
 class ScoringWorker:
@@ -85,9 +89,8 @@ class ScoringWorker:
         try:
             if self._turns is not None:
                 self._turns.take()
-                self._turns.read()
             check()
-            with interruptible(check):
+            with _reading(self._turns), interruptible(check):
                 return self._draft.score(ids, settings, question)
         except Cancelled:
             return DraftFailed("cancelled")
@@ -266,11 +269,10 @@ class AnsweringWorker:
     def _step(self, job: Answer) -> bool:
         """Take and send the next step; whether it was the last."""
         if job.steps is None:
-            if self._turns is not None:
-                self._turns.read()
             begin = time.time()
-            job.steps = self._target.stream(job.plan, job.sampling)
-            step = next(job.steps)
+            with _reading(self._turns):
+                job.steps = self._target.stream(job.plan, job.sampling)
+                step = next(job.steps)
             job.first_token = time.time()
             stages = job.report["stages"]
             stages["target_queue"] = max(begin - job.sent, 0.0)
