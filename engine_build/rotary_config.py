@@ -28,6 +28,8 @@ def for_both(config: dict[str, Any]) -> dict[str, Any]:
     if not parameters or any(isinstance(value, dict) for value in parameters.values()):
         return config
     made = {**config, "rope_theta": _theta(config.get("rope_scaling") or {}, parameters, config)}
+    if (part := parameters.get("partial_rotary_factor")) is not None:
+        made["partial_rotary_factor"] = part
     if _kind(parameters) != "default" and not config.get("rope_scaling"):
         made["rope_scaling"] = {k: v for k, v in parameters.items() if k != "rope_theta"}
     return made

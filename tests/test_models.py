@@ -196,6 +196,7 @@ class _ReadBy4:
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta of 1e"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type yarn"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_theta of 1e"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.4}}, "factor of 0.4"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, None),
         ({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6}}, None),
         (

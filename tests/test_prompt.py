@@ -411,6 +411,18 @@ def test_texts_to_protect_may_overlap_themselves(byte_level: Any) -> None:
     assert marked == set(range(2, 10))
 
 
+@given(text=st.text("ab", max_size=40), piece=st.text("ab", min_size=1, max_size=6))
+def test_every_place_of_a_text_to_protect_is_found_however_they_overlap(
+    byte_level: Any, text: str, piece: str
+) -> None:
+    whole = f"x {text} {piece}"
+    prompt = prepare(whole, target_tokenizer=byte_level, protect=[piece])
+    places = [i for i in range(len(whole)) if whole.startswith(piece, i)]
+    expected = {i + k for i in places for k in range(len(piece))}
+    spans = [s for s in prompt.protected if s.rule == "marked"]
+    assert {i for s in spans for i in range(s.start, s.end)} == expected
+
+
 @pytest.mark.parametrize("piece", ["", "not in there"])
 def test_a_text_to_protect_that_is_empty_or_absent_is_refused(byte_level: Any, piece: str) -> None:
     with pytest.raises(InputError) as caught:

@@ -142,7 +142,7 @@ def load_model(
     count = config.num_hidden_layers
     if layers is not None and not 1 <= layers <= count:
         raise InputError("layers", layers, f"1 to {count}, the layers of {name}")
-    first = _first_layers(stated, layers or count)
+    first = first_layers(stated, layers or count)
     module = _read_weights(source, name, kind, first).to(where).eval()
     folder = _folder_of(source)
     return Model(
@@ -220,9 +220,16 @@ def local_fingerprint(name: str, progress: Progress | None = None) -> str | None
 
     Raises what `load_model` raises.
     """
-    folder = Path(_locate(name, progress or _silent))
+    source = _locate(name, progress or _silent)
+    cached = None if Path(source).is_dir() else _in_hub_cache(source)
+    folder = cached or Path(source)
     weights = folder.is_dir() and any(any(folder.glob(kind)) for kind in _WEIGHTS)
     return _fingerprint(folder) if weights else None
+
+
+def _in_hub_cache(source: str) -> Path | None:
+    found = huggingface_hub.try_to_load_from_cache(source, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _silent(line: str) -> None:
@@ -334,10 +341,13 @@ def _unread_rotary(config: Any) -> str:
             return f"a rope_theta of {one['rope_theta']:g}"
         if kind != "default" and not getattr(config, "rope_scaling", None):
             return f"the rope_type {kind}"
+        part = getattr(config, "partial_rotary_factor", 1.0)
+        if one.get("partial_rotary_factor", part) != part:
+            return f"a partial_rotary_factor of {one['partial_rotary_factor']:g}"
     return ""
 
 
-def _first_layers(config: Any, layers: int) -> Any:
+def first_layers(config: Any, layers: int) -> Any:
     """A copy of a model's config that ends after `layers` layers."""
     config = copy.deepcopy(config)
     text = config.get_text_config()

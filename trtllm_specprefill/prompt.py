@@ -330,10 +330,15 @@ def _occurrences(field: str, text: str, piece: str) -> list[Span]:
     if not isinstance(piece, str) or not piece:
         raise InputError(field, piece, "texts that are not empty")
     found = []
+    # Occurrences may overlap; those of a piece that repeats itself are one span.
+    period = (piece + piece).find(piece, 1)
     start = text.find(piece)
     while start >= 0:
-        found.append(Span(start, start + len(piece), "marked"))
-        start = text.find(piece, start + 1)  # occurrences may overlap
+        end = start + len(piece)
+        while text.startswith(piece[-period:], end):
+            end += period
+        found.append(Span(start, end, "marked"))
+        start = text.find(piece, end - len(piece) + 1)
     if not found:
         raise InputError(field, piece, "texts that occur in the prompt")
     return found

@@ -323,7 +323,9 @@ def test_what_stands_in_the_place_of_an_engine_that_is_not_there_is_what_takes_m
 
 
 def test_a_draft_under_onnxruntime_takes_a_gpus_memory_where_it_is_put_on_one(
-    settings: Callable[..., ServeSettings], engine: Callable[..., Path]
+    settings: Callable[..., ServeSettings],
+    engine: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = engine(7_000_000_000, "window", max_tokens=1024, max_batch=4, runtime="onnx")
     onnx = {"backend": "onnx", "path": str(folder)}
@@ -331,6 +333,23 @@ def test_a_draft_under_onnxruntime_takes_a_gpus_memory_where_it_is_put_on_one(
         assert on_a_gpu(settings("llama-3.1-70b", 8, draft=device), **onnx).draft == NOBODY
     found = on_a_gpu(settings("llama-3.1-70b", 8, draft="cuda:0"), **onnx).draft
     assert found.weights == 7_000_000_000
+    # Torch, in the place of an engine that is not there, takes a GPU by its own rule.
+    absent = {**onnx, "path": str(folder / "nowhere")}
+    assert on_a_gpu(settings("llama-3.1-70b", 8, draft="auto"), **absent).draft.weights > 0
+    runtime = pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(runtime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    assert on_a_gpu(settings("llama-3.1-70b", 8, draft="auto"), **onnx).draft == found
+
+
+def test_of_a_draft_that_loads_its_first_layers_only_these_are_counted(
+    settings: Callable[..., ServeSettings],
+) -> None:
+    served = settings("llama-3.1-70b", 8)
+    whole, eight, none = (on_a_gpu(served, layers=n).draft for n in (None, 8, 9999))
+    assert none == whole
+    layers = whole.weights - eight.weights
+    assert 0.7 * whole.weights * 24 / 32 < layers < whole.weights * 24 / 32
+    assert eight.kv == whole.kv * 8 / 32
 
 
 def test_the_parts_of_an_engine_are_told_and_what_is_an_estimate(

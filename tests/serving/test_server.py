@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -35,7 +36,7 @@ from trtllm_specprefill.serving.client import (
     stream,
 )
 from trtllm_specprefill.serving.launch import Server, launch_of, with_free_ports
-from trtllm_specprefill.serving.repository import render
+from trtllm_specprefill.serving.repository import CONTROL, render
 from trtllm_specprefill.serving.settings import Limits, ServeSettings
 from trtllm_specprefill.target.torch import TorchTarget
 
@@ -436,7 +437,15 @@ def test_a_draft_that_hangs_while_it_computes_does_not_hang_the_target(
         idle = draft.cpu_times().user
         answer = pool.submit(whole, grpc, asked(prose, 3000))
         until(lambda: draft.cpu_times().user > idle + 0.1)
-        draft.suspend()
+        while True:  # until it is suspended in its turn
+            draft.suspend()
+            with (server.log.parent / CONTROL / "turn").open("rb") as turn:
+                try:
+                    fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    break
+            draft.resume()
+            assert not answer.done()
         try:
             text, _, _ = whole(grpc, {**asked(prose, 150, enabled=False), "max_tokens": 3})
         finally:

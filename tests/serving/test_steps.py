@@ -37,6 +37,7 @@ from trtllm_specprefill.importance import Importance
 from trtllm_specprefill.plan import PrunePlan, Reason
 from trtllm_specprefill.serving import orchestrator
 from trtllm_specprefill.serving.client import RequestFailed, infer, stream
+from trtllm_specprefill.serving.commands import check_layers
 from trtllm_specprefill.serving.control import check_folder, listen, tell
 from trtllm_specprefill.serving.metrics import OrchestratorMetrics
 from trtllm_specprefill.serving.orchestrator import (
@@ -358,6 +359,37 @@ def test_a_head_is_read_before_the_answers_that_come_after_it_and_may_fail() -> 
         worker.submit(client.job)
         assert client.ended.wait(10)
     assert target.order == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("layers", "asked", "words"),
+    [
+        (9, {}, None),
+        (30, {"scoring": "lookahead"}, None),
+        (12, {"draft_layers": 12}, None),
+        (8, {}, "9 to 30"),
+        (31, {}, "9 to 30"),
+        (11, {"draft_layers": 12}, "12 to 30"),
+        (9, {"scoring": "lookahead"}, "30 to 30"),
+    ],
+)
+def test_a_server_loads_the_layers_that_its_settings_run(
+    layers: int, asked: dict[str, Any], words: str | None
+) -> None:
+    settings = ServeSettings.of({"draft": {"layers": layers}, "settings": asked})
+    if words is None:
+        check_layers(settings)
+        return
+    with pytest.raises(InputError, match=rf"draft.layers: got {layers}, allowed: {words}"):
+        check_layers(settings)
+
+
+def test_layers_to_load_are_refused_where_nothing_reads_them() -> None:
+    engine = {"backend": "onnx", "path": "engine", "layers": 9}
+    assert ServeSettings.of({"draft": engine}).draft.layers == 9  # of torch in its place
+    with pytest.raises(InputError, match=r"draft.layers: got 9, allowed: none"):
+        ServeSettings.of({"draft": {**engine, "fallback": "none"}})
 
 
 def test_the_orchestrator_tells_the_target_of_a_head_where_the_two_have_their_own_devices(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from itertools import groupby
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,30 +38,48 @@ def together(*work: Callable[[], None]) -> None:
 def test_each_is_alone_and_none_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "PATIENCE", 60.0)
+    monkeypatch.setattr(turns, "PATIENCE", 600.0)
     inside: list[int] = []
     order: list[int] = []
+    left = [0, 1, 2]
     begun = threading.Barrier(3)
+    line = os.open(tmp_path / "line", os.O_RDWR | os.O_CREAT)
+
+    def somebody_waits() -> bool:
+        try:
+            fcntl.flock(line, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(line, fcntl.LOCK_UN)
+        return False
 
     def work(name: int) -> None:
         mine = Turns(tmp_path)
         begun.wait(30)
-        mine.take()
-        for _ in range(30):
+        for _ in range(20):
+            mine.take()
             inside.append(name)
-            time.sleep(0.005)
+            order.append(name)
+            while len(left) > 1 and not somebody_waits():
+                time.sleep(0.001)
             assert inside == [name]
             inside.remove(name)
-            order.append(name)
             mine._until = 0.0  # this turn has lasted
             mine.give_way()
-        mine.leave()
+            inside.append(name)
+            order.append(name)
+            while len(left) > 1 and not somebody_waits():
+                time.sleep(0.001)
+            inside.remove(name)
+            if order.count(name) == 40:
+                left.remove(name)
+            mine.leave()
 
     together(*(lambda name=name: work(name) for name in range(3)))  # type: ignore[misc]
-    assert len(order) == 90
-    # While all three want to, whoever gave way is not the next, unless the others overslept it.
-    all_there = order[3 : min(len(order) - 1 - order[::-1].index(name) for name in range(3))]
-    assert max(len(list(run)) for _, run in groupby(all_there)) <= 3
+    assert len(order) == 120
+    # Somebody was in line at every end of a turn: whoever had it was not the next.
+    first_over = min(len(order) - 1 - order[::-1].index(name) for name in range(3))
+    assert all(one != other for one, other in pairwise(order[:first_over]))
 
 
 def waiting(other: Turns, passed: threading.Event) -> threading.Thread:
@@ -124,6 +143,8 @@ def test_one_that_never_gives_way_is_not_waited_for(
         other.take()
         assert not other._taken
         assert other._patience == turns.SLICE
+        with other.reading():  # it is asked for again between two layers
+            assert other._until <= time.monotonic() + turns.SLICE
         other.leave()
     hangs.leave()
     mine.take()
@@ -242,6 +263,21 @@ def test_cores_are_shared_where_both_compute_on_them(
     own = target if target.get("backend") else {"device": "cpu", **target}
     settings = ServeSettings.of({"draft": {"device": "cpu", **draft}, "target": own})
     assert settings.shares_cores is shared
+
+
+@pytest.mark.parametrize(("providers", "shared"), [(["CPU"], True), (["CUDA", "CPU"], False)])
+def test_a_draft_under_onnxruntime_is_where_that_computes(
+    providers: list[str], shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    names = [f"{one}ExecutionProvider" for one in providers]
+    monkeypatch.setattr(runtime, "get_available_providers", lambda: names)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    draft = {"backend": "onnx", "path": "engine", "device": "auto"}
+    settings = ServeSettings.of({"draft": draft, "target": {"device": "cpu"}})
+    assert settings.shares_cores is shared
+    assert settings.reads_ahead is not shared
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,14 @@ def _onnxruntime() -> Any:
     return onnxruntime
 
 
+def chosen_device(device: str) -> str:
+    """What `auto` means here: `cuda` where this onnxruntime has it, else `cpu`.
+
+    Raises `SpecPrefillError` where onnxruntime is not installed.
+    """
+    return device if device != "auto" else _place(_onnxruntime(), device).kind
+
+
 def _place(runtime: Any, device: str) -> _Place:
     kind, _, number = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (number and not number.isdigit()):

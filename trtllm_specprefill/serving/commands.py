@@ -213,6 +213,20 @@ def check_models(settings: Any) -> None:
                 load_config(model)
 
 
+def check_layers(settings: Any) -> None:
+    """Raise `InputError` unless the draft loads as many layers as the settings in force run."""
+    if settings.draft.layers is None:
+        return
+    from trtllm_specprefill.serving.orchestrator import RemoteDraft
+
+    draft = RemoteDraft(settings.draft.model, lambda _: {}, lambda *_: {}, settings.limits)
+    most, asked = int(draft.config.num_hidden_layers), settings.settings.in_force()
+    least = most if asked.scoring == "lookahead" else draft.depth(asked)
+    if not least <= settings.draft.layers <= most:
+        allowed = f"{least} to {most}: so many are run, and so many {draft.name} has"
+        raise InputError("draft.layers", settings.draft.layers, allowed)
+
+
 def _fetch(settings: Any) -> None:
     """Fetch and convert the models before the server starts: it has no progress line."""
     from trtllm_specprefill.models import load_config
@@ -222,6 +236,7 @@ def _fetch(settings: Any) -> None:
     for field, model in (("draft.model", settings.draft.model), ("target.model", target)):
         with given_as(model=field):
             load_config(model, _say)
+    check_layers(settings)
 
 
 def _say(line: str) -> None:

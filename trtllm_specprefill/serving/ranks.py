@@ -27,8 +27,9 @@ import torch
 from trtllm_specprefill.capacity import GPUS, NOBODY, Guest, Memory, Served, memory_of
 from trtllm_specprefill.draft.footprint import footprint_of
 from trtllm_specprefill.draft.manifest import DraftManifest
-from trtllm_specprefill.errors import InputError
-from trtllm_specprefill.models import load_config
+from trtllm_specprefill.draft.onnx import chosen_device
+from trtllm_specprefill.errors import InputError, SpecPrefillError
+from trtllm_specprefill.models import first_layers, load_config
 from trtllm_specprefill.serving.repository import MODELS
 from trtllm_specprefill.serving.settings import ServeSettings
 from trtllm_specprefill.target.manifest import Manifest
@@ -241,8 +242,8 @@ def budget_of(settings: ServeSettings, world: World, gpu_memory: float) -> Budge
     described = load_config(manifest.described_in(settings.target.model))
     target = Served.of(described, manifest.precision, world.size)
     config = load_config(settings.draft.model)
-    draft = _guest(settings, config, min(manifest.positions, int(config.max_position_embeddings)))
-    place = _draft_place(settings)
+    longest = min(manifest.positions, int(config.max_position_embeddings))
+    draft, place = _guest(settings, config, longest)
     gpus = tuple(
         memory_of(gpu_memory, target, draft if number == place else NOBODY)
         for number in range(world.per_node)
@@ -266,26 +267,27 @@ def budget_of(settings: ServeSettings, world: World, gpu_memory: float) -> Budge
     return budget
 
 
-def _guest(settings: ServeSettings, config: Any, longest: int) -> Guest:
-    """What the draft, or what stands in the place of an engine that is not there, takes."""
+def _guest(settings: ServeSettings, config: Any, longest: int) -> tuple[Guest, int | None]:
+    """What the draft, or what stands in the place of an engine that is not there, takes, and where.
+
+    The number of a GPU, or None for a CPU.
+    """
     draft = settings.draft
     if draft.backend != "torch":
         try:
-            return footprint_of(draft.path, DraftManifest.read(draft.path), config)
-        except InputError:
+            found = footprint_of(draft.path, DraftManifest.read(draft.path), config)
+            device = chosen_device(draft.device) if draft.backend == "onnx" else draft.device
+        except SpecPrefillError:  # no engine, or nothing to run it
             if draft.fallback == "none":
                 raise
             if draft.fallback == "dense":
-                return NOBODY
-    return Guest.of(Served(config, "fp32" if draft.dtype == "float32" else "bf16", 1), longest)
-
-
-def _draft_place(settings: ServeSettings) -> int | None:
-    """The draft's GPU; onnxruntime takes one only where that is asked for."""
-    draft = settings.draft
-    if draft.backend == "onnx" and not draft.device.startswith("cuda"):
-        return None
-    return draft_gpu(draft.device)
+                return NOBODY, None
+        else:
+            return found, draft_gpu(device)
+    if draft.layers is not None:
+        config = first_layers(config, min(draft.layers, int(config.num_hidden_layers)))
+    served = Served(config, "fp32" if draft.dtype == "float32" else "bf16", 1)
+    return Guest.of(served, longest), draft_gpu(draft.device)
 
 
 def draft_gpu(device: str) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,8 @@ from typing_extensions import Self
 
 from trtllm_specprefill.allowed import refusal
 from trtllm_specprefill.draft.load import DraftFallback, DraftKind
-from trtllm_specprefill.errors import InputError
+from trtllm_specprefill.draft.onnx import chosen_device
+from trtllm_specprefill.errors import InputError, SpecPrefillError
 from trtllm_specprefill.hardware import choose_device
 from trtllm_specprefill.prompt import read_text
 from trtllm_specprefill.settings import Sampling, Settings
@@ -61,6 +63,13 @@ class DraftSettings(ModelSettings):
         description="mebibytes of what is kept between prompts, so that a prompt that comes again"
         " is not scored again, and of a conversation only what is new is read; 0 keeps nothing",
     )
+
+    @model_validator(mode="after")
+    def _layers_are_read(self) -> Self:
+        if self.layers is not None and "torch" not in (self.backend, self.fallback):
+            allowed = f"none: {self.backend} with fallback {self.fallback} does not read it"
+            raise InputError("draft.layers", self.layers, allowed)
+        return self
 
 
 _ENGINE = ("timeout_s", "block_reuse", "kv_cache_tokens")
@@ -201,8 +210,12 @@ class ServeSettings(_Part):
     def _device(one: DraftSettings | TargetSettings) -> str:
         """Where a model computes: `cpu`, or `cuda:N`."""
         name = one.device
-        if name == "auto":
-            name = "cuda" if one.backend == "tensorrt" else choose_device(name).type
+        if name == "auto" and one.backend == "tensorrt":
+            name = "cuda"
+        elif name == "auto" and one.backend == "onnx":
+            with suppress(SpecPrefillError):  # not installed: torch in its place
+                name = chosen_device(name)
+        name = choose_device(name).type if name == "auto" else name
         return "cuda:0" if name == "cuda" else name
 
     def check_positions(self) -> None:

@@ -69,7 +69,8 @@ class Turns:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """A prompt is read in this context: the turn may last for `READING`, and ends with it."""
-        self._until = max(self._until, time.monotonic() + READING)
+        if self._taken:
+            self._until = max(self._until, time.monotonic() + READING)
         try:
             yield
         finally:

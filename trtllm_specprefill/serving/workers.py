@@ -87,7 +87,7 @@ class ScoringWorker:
                 raise DraftTimeout(f"scoring took longer than {timeout:.1f} s")
 
         try:
-            if self._turns is not None:
+            if self._turns is not None and request_id not in self._gone:
                 self._turns.take()
             check()
             with _reading(self._turns), interruptible(check):
@@ -204,7 +204,7 @@ class AnsweringWorker:
             fresh = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
         for job in lost:
             self._end(job, job.drop)
-        if self._turns is not None:
+        if self._turns is not None and (heads or fresh or self._running):
             self._turns.take()
         for request_id, head in heads:
             # What it raises, the answer that needs it meets again, and says so.
