@@ -221,8 +221,8 @@ def test_op_declares_what_it_does() -> None:
         ({"key_scale": torch.ones(3)}, "expand"),
         ({"pool": 4}, "pool"),
         ({"heads": [4]}, "heads"),
-        ({"keys": torch.randn(1, 2, 9, 64).half()}, "keys: torch.float16"),
-        ({"keys": torch.randn(1, 2, 9, 64).double()}, "keys: torch.float64"),
+        ({"keys": torch.randn(1, 2, 9, 64).half()}, "keys: got torch.float16"),
+        ({"keys": torch.randn(1, 2, 9, 64).double()}, "keys: got torch.float64"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(change: dict, word: str) -> None:
