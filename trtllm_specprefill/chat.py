@@ -36,8 +36,8 @@ def render(
 ) -> tuple[str, list[Content]]:
     """Messages through the chat template, and where each message's text ended up.
 
-    source, tools: as `prompt.prepare` takes them. Raises `InputError` for what is malformed, and for
-    what the template refuses or drops.
+    source, tools: as `prompt.prepare` takes them. Raises `InputError` for what is malformed, and
+    for what the template refuses or drops.
     """
     messages = _check_messages(source)
     if tools is not None and not (
