@@ -68,6 +68,7 @@ def one_softmax(
     chosen = scorer.scoring_heads(settings)
     if chosen is not None:
         sets["calibrated"] = [(layer, h) for layer, heads in enumerate(chosen) for h in heads]
+    forms = [form for form in FORMS if form == "text" or model.tokenizer.chat_template]
     rows: list[dict[str, Any]] = []
     report: dict[str, Any] = {
         "command": command(),
@@ -75,9 +76,7 @@ def one_softmax(
         "draft": draft,
         "heads": sets,
     }
-    for facts, form, case in planted(
-        model.tokenizer, haystack(), lengths, needles, list(FORMS), seed
-    ):
+    for facts, form, case in planted(model.tokenizer, haystack(), lengths, needles, forms, seed):
         source, question = told(case, form)
         prompts = {
             rate: prepare(
@@ -127,7 +126,8 @@ class _Logits:
         """See `Capture.see`."""
         size, shared = k.shape[2], q.shape[1] // k.shape[1]
         if mask is not None and not bool((mask[..., -1, :] == 0).all()):
-            raise InputError("draft", layer, "a model none of whose layers hides part of a window")
+            seen = f"one whose layer {layer} hides part of a window"
+            raise InputError("draft", seen, "a model whose layers see the whole of it")
         hidden = torch.ones(self._width, size, dtype=torch.bool).triu(size - self._width + 1)
         for _, head in (one for one in self._heads if one[0] == layer):
             rows = q[0, head, -self._width :].float() @ k[0, head // shared].float().T * scale

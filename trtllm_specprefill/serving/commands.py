@@ -211,6 +211,8 @@ def check_models(settings: Any) -> None:
         if model not in DEMO_MODELS and ("/" not in model or Path(model).exists()):
             with given_as(model=field):
                 load_config(model)
+            if field == "draft.model":
+                check_layers(settings)
 
 
 def check_layers(settings: Any) -> None:
